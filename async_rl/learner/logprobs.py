@@ -1,0 +1,74 @@
+"""Log-probs and entropies of chosen tokens without ever holding (tokens x vocabulary) logits.
+
+The head is applied to `CHUNK` tokens at a time. The backward pass computes each chunk's logits again, which costs one
+more head product and saves the memory of all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+CHUNK = 1024
+ENTROPY_EVERY = 8
+"""The entropy is for reporting and costs three passes over the logits: one token in eight is enough."""
+
+
+def _logits(
+    hidden: Float[Tensor, "chunk width"], head: Float[Tensor, "vocab width"], temperature: float
+) -> Float[Tensor, "chunk vocab"]:
+    return (hidden @ head.T).float().div_(temperature)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        logprobs = hidden.new_empty(targets.shape, dtype=torch.float32)
+        normalisers = torch.empty_like(logprobs)
+        entropies = torch.full_like(logprobs, torch.nan)
+        for start in range(0, targets.numel(), CHUNK):
+            part = slice(start, start + CHUNK)
+            logits = _logits(hidden[part], head, temperature)
+            normaliser = logits.logsumexp(-1)
+            logprobs[part] = logits.gather(-1, targets[part, None])[:, 0] - normaliser
+            normalisers[part] = normaliser
+            some = slice(None, None, ENTROPY_EVERY)
+            probabilities = (logits[some] - normaliser[some, None]).exp_()
+            entropies[part][some] = normaliser[some] - torch.linalg.vecdot(probabilities, logits[some])
+        ctx.save_for_backward(hidden, head, targets, normalisers)
+        ctx.temperature = temperature
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _entropy: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        hidden, head, targets, normalisers = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_head = torch.zeros_like(head, dtype=torch.float32)
+        for start in range(0, targets.numel(), CHUNK):
+            part = slice(start, start + CHUNK)
+            logits = _logits(hidden[part], head, ctx.temperature)
+            # d log p(target) / d logits = onehot - softmax; the sign goes into the factor
+            slope = logits.sub_(normalisers[part, None]).exp_()
+            slope.scatter_add_(-1, targets[part, None], torch.full_like(normalisers[part, None], -1.0))
+            slope = slope.mul_(-grad[part, None] / ctx.temperature).to(hidden.dtype)
+            grad_hidden[part] = slope @ head
+            grad_head += (slope.T @ hidden[part]).float()
+        return grad_hidden, grad_head.to(head.dtype), None, None
+
+
+def token_logprobs(
+    hidden: Float[Tensor, "tokens width"],
+    head: Float[Tensor, "vocab width"],
+    targets: Int[Tensor, " tokens"],
+    temperature: float,
+) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
+    """(log-prob of each target, entropy in nats), both float32, of softmax(hidden @ head.T / temperature).
+
+    Differentiable in `hidden` and `head` through the log-probs. The entropy is nan but for one token in `ENTROPY_EVERY`.
+    """
+    logprobs, entropies = _TokenLogprobs.apply(hidden, head, targets, temperature)
+    return logprobs, entropies

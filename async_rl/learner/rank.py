@@ -1,0 +1,237 @@
+"""The process of one learner rank: take, train, publish, commit, until the steps are done."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from async_rl import model, process
+from async_rl.data.prompts import Prompts
+from async_rl.learner import checkpoint, state
+from async_rl.learner.batch import Plan, Share, plan, share
+from async_rl.learner.packing import Member, Segment, pack
+from async_rl.learner.policy import accumulate, load, shard, tied_names
+from async_rl.learner.report import StepReport, report
+from async_rl.learner.step import Stepper, StepResult, learning_rate
+from async_rl.tracking.metrics import MetricsWriter
+from async_rl.tracking.timeline import Timeline
+from async_rl.weights.manifest import Probe
+from async_rl.weights.publisher import Publisher
+from buffers import messages as m
+from buffers.client import Client, read_endpoint
+from staleness.versions import Lineage
+from staleness.versions import pack as pack_version
+
+PROBE_TOKENS = 128
+
+
+class Learner:
+    """One rank. All ranks run the same lines; rank 0 also talks to the buffer, publishes and reports."""
+
+    def __init__(self, run: process.Run) -> None:
+        self.run = run
+        self.config = run.config
+        self._stop = False
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        device = _device(self.rank, self.config.launch.device)
+        self.dtype = getattr(torch, self.config.learner.dtype)
+        self.policy = load(model.resolve(self.config.model.path), self.config.rollout.temperature, device)
+        self.tied = tied_names(self.policy.model)
+        shard(self.policy, init_device_mesh(device.type, (self.world,)), self.dtype)
+        self.optimizer = torch.optim.AdamW(
+            self.policy.parameters(),
+            lr=self.config.learner.learning_rate,
+            betas=self.config.learner.betas,
+            weight_decay=self.config.learner.weight_decay,
+            fused=True,
+        )
+        self.timeline = Timeline(run.folder, run.name)
+        self.prompts = Prompts.read(run.folder / "prompts.npz")
+        self.lineage, self.step, self.cursor = self._restore()
+        self.stepper = Stepper(self.policy, self.optimizer, self.config)
+        self.client = Client(read_endpoint(run.folder / "buffer.endpoint"), run.name, "learner")
+        if self.rank == 0:
+            self.metrics = MetricsWriter(run.folder)
+            self.publisher = Publisher(run.folder, _segment_name(run.folder), self._wire_dtype(), self.tied)
+
+    @property
+    def version(self) -> int:
+        return pack_version(self.lineage.incarnation, self.step)
+
+    def train(self) -> None:
+        """The main loop."""
+        self._publish()
+        self._tell(m.Published(self.version))
+        while self.step < self.config.steps:
+            waited = time.time()
+            planned, batch = self._take()
+            if planned is None:
+                break
+            mine = self._fetch(planned)
+            started = time.time()
+            result = self._train(planned, mine) if planned.gradient else None
+            self.step += 1
+            trained = time.time()
+            if result is not None:
+                self._publish()
+            self._commit(planned, changed=result is not None)
+            self._report(planned, batch, mine, result, waited, started, trained, time.time())
+            if self.step % self.config.learner.checkpoint_every == 0 and self.step < self.config.steps:
+                self._save()
+        self._save()
+        with self.timeline.span("export"):
+            checkpoint.export(self.run.folder / "model", self.policy, self.config.model.path)
+
+    # --- the parts of a step -----------------------------------------------------------------------------------
+
+    def _take(self) -> tuple[Plan | None, m.Batch | None]:
+        """The plan of the next batch on every rank, None if the run was asked to stop; on rank 0 the batch as well."""
+        with self.timeline.span("wait for a batch"):
+            batch = self.client.ask(m.Take(self.version), m.Batch, until=self._stopping) if self.rank == 0 else None
+            box = [plan(batch, ranks=self.world, advantage=self.config.algorithm.advantage) if batch else None]
+            dist.broadcast_object_list(box, src=0)
+        return box[0], batch
+
+    def _fetch(self, planned: Plan) -> Share:
+        rows = planned.rows[self.rank]
+        request = m.Fetch(planned.lease, [row.ticket for row in rows])
+        arrays = self.client.fetch(request)
+        ages = self.lineage.age(self.version, arrays.versions)
+        trained = ages[arrays.mask.astype(bool)]
+        if trained.size and trained.max() > self.config.staleness.max_staleness:
+            raise AssertionError(f"a token of age {trained.max()} passed the bound of the buffer")
+        return share(rows, planned.advantages[self.rank], arrays, ages)
+
+    def _train(self, planned: Plan, mine: Share) -> StepResult:
+        learner = self.config.learner
+        with self.timeline.span(f"train step {self.step}", busy=True):
+            rate = learning_rate(learner.learning_rate, learner.warmup_steps, self.step)
+            return self.stepper.step(mine, tokens=planned.tokens, rate=rate)
+
+    def _publish(self) -> None:
+        """A snapshot of the weights for the workers; complete when this returns."""
+        with self.timeline.span("publish"):
+            probe = self._probe() if self.step < 2 or self.step % self.config.weights.probe_every == 0 else None
+            tensors = checkpoint.full_tensors(self.policy)
+            if self.rank == 0:
+                self.publisher.publish(self.version, tensors, probe)
+            else:
+                for _ in tensors:
+                    pass
+
+    def _commit(self, planned: Plan, *, changed: bool) -> None:
+        if self.rank == 0:
+            reply = self.client.ask(m.Commit(planned.lease, self.version, changed), m.Committed)
+            assert reply is not None
+            self.cursor = reply.cursor
+
+    def _tell(self, message: m.Message) -> None:
+        if self.rank == 0:
+            self.client.send(message)
+
+    def _probe(self) -> Probe:
+        """Log-probs of some prompts' tokens under the weights about to be published, at temperature 1."""
+        tokens = np.concatenate(self.prompts.tokens[:8])[:PROBE_TOKENS].astype(np.int64)
+        packed = pack([Segment(tokens[:1], [Member(0, tokens[1:])])], tokens=tokens.size)[0]
+        temperature, self.policy.temperature = self.policy.temperature, 1.0
+        accumulate(self.policy, last=True)
+        with torch.no_grad():
+            logprobs = self.policy(packed).logprobs
+        self.policy.temperature = temperature
+        return Probe(tokens.tolist(), logprobs.tolist())
+
+    # --- around the steps --------------------------------------------------------------------------------------
+
+    def _restore(self) -> tuple[Lineage, int, int]:
+        """Lineage, step and prompt cursor: from the newest checkpoint if there is one."""
+        found = state.latest(self.run.folder / "checkpoints")
+        if found is None:
+            return Lineage(), 0, 0
+        path, saved = found
+        checkpoint.restore(path, self.policy, self.optimizer)
+        return saved.lineage, saved.step, saved.cursor
+
+    def _save(self) -> None:
+        reached = state.State(self.step, self.lineage.forks, self.cursor, self.prompts.fingerprint)
+        with self.timeline.span("checkpoint"):
+            checkpoint.save(self.run.folder / "checkpoints", self.policy, self.optimizer, reached)
+
+    def _report(
+        self,
+        planned: Plan,
+        batch: m.Batch | None,
+        mine: Share,
+        result: StepResult | None,
+        waited: float,
+        started: float,
+        trained: float,
+        published: float,
+    ) -> None:
+        shares = [None] * self.world
+        dist.all_gather_object(shares, StepReport.of(mine, result))
+        if batch is not None:
+            times = {"wait_s": started - waited, "train_s": trained - started, "publish_s": published - trained}
+            line = report(planned, batch, [part for part in shares if part], self.config, times)
+            self.metrics.write({"step": self.step, "time": published, **line})
+
+    def _wire_dtype(self) -> torch.dtype:
+        return getattr(torch, self.config.rollout.dtype)
+
+    def stop(self, _signal: int = 0, _frame: FrameType | None = None) -> None:
+        """Asks for an orderly end after the step in progress; usable as a signal handler."""
+        self._stop = True
+
+    def _stopping(self) -> bool:
+        return self._stop
+
+    def close(self) -> None:
+        if self.rank == 0:
+            self.publisher.close()
+            self.metrics.close()
+        self.client.close()
+        self.timeline.close()
+
+
+def _segment_name(folder: Path) -> str:
+    """Unique on this host while the run lives; the supervisor removes what a killed learner leaves."""
+    return f"{folder.name}-{folder.stat().st_ino}"
+
+
+def _device(rank: int, wanted: str) -> torch.device:
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+def main() -> None:
+    run = process.start("learner")
+    os.environ.update(RANK=str(run.rank), WORLD_SIZE=str(run.config.learner.ranks), LOCAL_RANK=str(run.rank))
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.manual_seed(run.config.seed)
+    on_gpu = run.config.launch.device != "cpu" and torch.cuda.is_available()
+    dist.init_process_group(
+        "cuda:nccl,cpu:gloo" if on_gpu else "gloo",
+        init_method=f"file://{(run.folder / 'rendezvous').resolve()}",
+        rank=run.rank,
+        world_size=run.config.learner.ranks,
+        timeout=datetime.timedelta(seconds=run.config.launch.startup_s),
+    )
+    learner = Learner(run)
+    signal.signal(signal.SIGTERM, learner.stop)
+    learner.train()
+    learner.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    process.guard(main)

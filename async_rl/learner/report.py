@@ -1,0 +1,65 @@
+"""From what the ranks saw to one line of metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from async_rl.config import Config
+from async_rl.learner.batch import Plan, Share
+from async_rl.learner.step import StepResult
+from async_rl.tracking.metrics import Record
+from buffers.messages import Batch
+from staleness import monitor
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """A rank's part: ages of the tokens that the bound let through, and how many trajectories needed a backward."""
+
+    ages: NDArray[np.int64]
+    trained: int
+    result: StepResult | None
+
+    @classmethod
+    def of(cls, share: Share, result: StepResult | None) -> StepReport:
+        members = sum(len(segment.members) for segment in share.segments()) if result is not None else 0
+        return cls(share.age[share.mask], members, result)
+
+
+def report(plan: Plan, batch: Batch, parts: list[StepReport], config: Config, times: dict[str, float]) -> Record:
+    """The metrics of one step. Shares are of 1; tokens and trajectories are counts; times are seconds."""
+    ages = np.concatenate([part.ages for part in parts])
+    results = [part.result for part in parts if part.result is not None]
+    lengths = [row.length for row in batch.rows]
+    stats = batch.stats
+    trained_tokens = sum(result.log_ratio.size for result in results)
+    record: Record = {
+        "reward": float(np.mean([reward for rewards in batch.group_rewards for reward in rewards])),
+        "samples": len(batch.rows),
+        "samples_backward": sum(part.trained for part in parts),
+        "tokens": sum(lengths),
+        "tokens_trainable": plan.tokens,
+        "length_mean": float(np.mean(lengths)),
+        "age_mean": float(ages.mean()) if ages.size else float("nan"),
+        "age_max": int(ages.max()) if ages.size else 0,
+        "ages": monitor.age_histogram(ages, config.staleness.max_staleness),
+        "masked_share": 1 - plan.tokens / max(1, sum(lengths)),
+        "skipped": int(not plan.gradient),
+        **times,
+        **{f"buffer_{name}": getattr(stats, name) for name in ("running", "ready", "leased", "limit", "tokens")},
+        **{name: getattr(stats, name) for name in ("issued", "expired", "failed", "cancelled")},
+    }
+    if results:
+        record |= monitor.ratio_summary(np.concatenate([result.log_ratio for result in results]))
+        record |= {
+            "loss": sum(result.loss for result in results),
+            "grad_norm": results[0].grad_norm,
+            "entropy": float(np.nanmean(np.concatenate([result.entropy for result in results]))),
+            "clipped_share": sum(result.clipped for result in results) / max(1, trained_tokens),
+            "corrected_away_share": sum(result.corrected_away for result in results) / max(1, trained_tokens),
+            "packed_tokens": sum(result.packed_tokens for result in results),
+        }
+    return record

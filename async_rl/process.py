@@ -1,0 +1,75 @@
+"""What every process of a run does first and last: find its run folder, pin itself, die with its parent, tell why.
+
+A process that fails writes `errors/NAME.txt` before it exits, so that the supervisor can print the first cause.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from async_rl.config import Config, load
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as one of its processes sees it. `rank` counts the processes of one role."""
+
+    folder: Path
+    config: Config
+    role: str
+    rank: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}{self.rank}"
+
+
+def die_with_parent(sig: int = signal.SIGKILL) -> None:
+    """Asks the kernel to signal this process when its parent ends, however the parent ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, sig, 0, 0, 0)
+
+
+def start(role: str) -> Run:
+    """Reads `--run DIR [--rank R] [--cores 0,1]` and sets this process up."""
+    parser = argparse.ArgumentParser(description=f"The {role} process of a run; started by `async-rl train`.")
+    parser.add_argument("--run", type=Path, required=True, help="folder of the run")
+    parser.add_argument("--rank", type=int, default=0, help="which one of its role")
+    parser.add_argument("--cores", default="", help="CPU cores to stay on, comma-separated")
+    args = parser.parse_args()
+    die_with_parent()
+    if args.cores:
+        os.sched_setaffinity(0, {int(core) for core in args.cores.split(",")})
+    run = Run(args.run, load(args.run / "config.yaml"), role, args.rank)
+    _current.append(run)
+    return run
+
+
+_current: list[Run] = []
+
+
+def guard(main: Callable[[], None]) -> None:
+    """Runs `main`; a failure is recorded where the supervisor looks, printed, and ends the process with 1."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception:
+        text = traceback.format_exc()
+        print(text, file=sys.stderr, flush=True)
+        if _current:
+            errors = _current[0].folder / "errors"
+            errors.mkdir(exist_ok=True)
+            (errors / f"{_current[0].name}.txt").write_text(text)
+        sys.stderr.flush()
+        # Not sys.exit: an engine's threads may never join.
+        os._exit(1)

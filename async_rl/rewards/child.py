@@ -1,0 +1,80 @@
+"""The process in which reward functions run: `python -m async_rl.rewards.child FD module:function`.
+
+Requests and replies travel over an inherited socket, so that a reward may print what it likes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+
+from async_rl.process import die_with_parent
+
+
+class Request(msgspec.Struct):
+    response: str
+    row: bytes
+
+
+class Reply(msgspec.Struct):
+    """`value` is finite, or `error` says what happened."""
+
+    value: float = 0.0
+    error: str = ""
+
+
+def load(name: str) -> Callable[[str, dict[str, Any]], Any]:
+    """The function that `module:function` or `reasoning_gym` names; the working directory is importable."""
+    if name == "reasoning_gym":
+        name = "async_rl.rewards.functions:reasoning_gym"
+    module, _, function = name.partition(":")
+    sys.path.insert(0, os.getcwd())
+    return getattr(importlib.import_module(module), function)
+
+
+def score(function: Callable[[str, dict[str, Any]], Any], request: Request) -> Reply:
+    try:
+        value = function(request.response, msgspec.json.decode(request.row))
+        if inspect.isawaitable(value):
+            value = asyncio.run(_await(value))
+        if isinstance(value, bool | int | float) and math.isfinite(value):
+            return Reply(float(value))
+        return Reply(error=f"the reward returned {value!r}, not a finite number")
+    except Exception:
+        return Reply(error=traceback.format_exc(limit=-4))
+
+
+async def _await(value: Any) -> Any:
+    return await value
+
+
+def main() -> None:
+    die_with_parent()
+    connection = Connection(int(sys.argv[1]))
+    try:
+        function = load(sys.argv[2])
+    except Exception:
+        connection.send_bytes(msgspec.msgpack.encode(Reply(error=traceback.format_exc(limit=-4))))
+        return
+    connection.send_bytes(msgspec.msgpack.encode(Reply()))
+    decoder = msgspec.msgpack.Decoder(Request)
+    while True:
+        try:
+            request = decoder.decode(connection.recv_bytes())
+        except EOFError:
+            return
+        connection.send_bytes(msgspec.msgpack.encode(score(function, request)))
+
+
+if __name__ == "__main__":
+    main()

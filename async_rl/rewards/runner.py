@@ -1,0 +1,92 @@
+"""The parent's side of reward processes."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection, Pipe
+from queue import SimpleQueue
+
+import msgspec
+
+from async_rl.errors import RewardError, RewardTimeout
+from async_rl.rewards.child import Reply, Request
+
+START_S = 60.0
+"""Longest time for a child to import the reward's module."""
+
+
+class RewardProcess:
+    """One child. A child that exceeds the limit or dies is killed and replaced at the next call."""
+
+    def __init__(self, function: str, time_limit_s: float) -> None:
+        self._function = function
+        self._limit = time_limit_s
+        self._child: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._decoder = msgspec.msgpack.Decoder(Reply)
+
+    def score(self, response: str, row: bytes) -> float:
+        """The reward of one response. Raises `RewardError`, or `RewardTimeout` after the limit."""
+        connection = self._connection or self._start()
+        connection.send_bytes(msgspec.msgpack.encode(Request(response, row)))
+        return self._receive(connection, self._limit).value
+
+    def _start(self) -> Connection:
+        ours, theirs = Pipe()
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "async_rl.rewards.child", str(theirs.fileno()), self._function],
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+        self._connection = ours
+        self._receive(ours, START_S)
+        return ours
+
+    def _receive(self, connection: Connection, limit: float) -> Reply:
+        try:
+            if not connection.poll(limit):
+                self.close()
+                raise RewardTimeout(f"the reward {self._function} did not return within {limit:g} s")
+            reply = self._decoder.decode(connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            self.close()
+            raise RewardError(f"the process of reward {self._function} died") from error
+        if reply.error:
+            raise RewardError(f"the reward {self._function} failed: {reply.error}")
+        return reply
+
+    def close(self) -> None:
+        if self._child is not None and self._connection is not None:
+            self._child.kill()
+            self._child.wait()
+            self._connection.close()
+        self._child = self._connection = None
+
+
+class Rewards:
+    """A pool of reward processes for an asyncio program; scoring never blocks its loop."""
+
+    def __init__(self, function: str, *, time_limit_s: float, processes: int) -> None:
+        self._idle: SimpleQueue[RewardProcess] = SimpleQueue()
+        for _ in range(processes):
+            self._idle.put(RewardProcess(function, time_limit_s))
+        self._threads = ThreadPoolExecutor(processes, thread_name_prefix="reward")
+
+    async def score(self, response: str, row: bytes) -> float:
+        """See `RewardProcess.score`."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._score, response, row)
+
+    def _score(self, response: str, row: bytes) -> float:
+        process = self._idle.get()
+        try:
+            return process.score(response, row)
+        finally:
+            self._idle.put(process)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        while not self._idle.empty():
+            self._idle.get().close()

@@ -1,0 +1,28 @@
+"""Generation engines behind one protocol (`protocol.py`): `vllm_engine` and `torch_engine`."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from async_rl.config import Config
+    from async_rl.rollout.engines.protocol import Engine
+
+
+def choose(name: str) -> str:
+    """`auto` is vLLM where it is installed."""
+    if name != "auto":
+        return name
+    return "vllm" if importlib.util.find_spec("vllm") else "torch"
+
+
+def make(config: Config, *, model: str, max_model_tokens: int, cores: list[int], seed: int) -> Engine:
+    """The configured engine for a resolved model path, not started yet."""
+    if choose(config.rollout.engine) == "vllm":
+        from async_rl.rollout.engines.vllm_engine import VllmEngine
+
+        return VllmEngine(config, model=model, max_model_tokens=max_model_tokens, cores=cores, seed=seed)
+    from async_rl.rollout.engines.torch_engine import TorchEngine
+
+    return TorchEngine(config, model=model, max_model_tokens=max_model_tokens, seed=seed)

@@ -1,0 +1,167 @@
+"""vLLM's AsyncLLM behind the engine protocol."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import AsyncIterator
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from async_rl.config import Config
+from async_rl.errors import EngineError
+from async_rl.rollout.engines.protocol import Delta, Request
+from async_rl.weights.manifest import Manifest
+from async_rl.weights.vllm_plugin import BACKEND
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+NAN = float("nan")
+
+
+class VllmEngine:
+    """One AsyncLLM with its engine process.
+
+    Tags. The engine process labels the outputs of every step with the version of its weights; `_record` keeps these
+    labels token by token as they arrive, since a delta may hold tokens of two versions. The spans that vLLM reports at
+    the end of a request are its own account of the same thing, and the worker compares the two.
+    """
+
+    def __init__(self, config: Config, *, model: str, max_model_tokens: int, cores: list[int], seed: int) -> None:
+        self._config = config
+        self._model = model
+        self._max_model_tokens = max_model_tokens
+        self._cores = cores
+        self._seed = seed
+        self._version = 0
+        self._labels: dict[str, deque[int]] = {}
+        self._engine: AsyncLLM | None = None
+
+    async def start(self) -> None:
+        rollout = self._config.rollout
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(rollout.kv_cache_gib)))
+        os.environ["ASYNC_RL_WORKER_PID"] = str(os.getpid())
+        if self._cores:
+            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, self._cores))
+        from vllm import AsyncEngineArgs
+        from vllm.config.weight_transfer import WeightTransferConfig
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        arguments = AsyncEngineArgs(
+            model=self._model,
+            dtype=rollout.dtype,
+            max_model_len=self._max_model_tokens,
+            max_num_seqs=rollout.slots + 1,
+            enforce_eager=current_platform.is_cpu(),
+            logprobs_mode="processed_logprobs",
+            enable_prefix_caching=True,
+            disable_log_stats=True,
+            seed=self._seed,
+            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        )
+        self._engine = AsyncLLM.from_engine_args(arguments)
+        self._watch(self._engine)
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest({}))
+        await self._engine.update_weight_version(str(self._version))
+
+    @property
+    def _running(self) -> AsyncLLM:
+        if self._engine is None:
+            raise EngineError("the engine has not been started")
+        return self._engine
+
+    def _watch(self, engine: AsyncLLM) -> None:
+        """Records the label of every token before vLLM merges outputs into deltas."""
+        processor = engine.output_processor
+        inner = processor.process_outputs
+
+        def process_outputs(outputs: list[Any], *args: Any, weight_version: str | None = None, **kwargs: Any) -> Any:
+            for output in outputs:
+                state = processor.request_states.get(output.request_id)
+                labels = self._labels.get(state.external_req_id) if state else None
+                if labels is not None:
+                    labels.extend([int(weight_version or 0)] * len(output.new_token_ids))
+            return inner(outputs, *args, weight_version=weight_version, **kwargs)
+
+        processor.process_outputs = process_outputs
+
+    async def generate(self, request: Request) -> AsyncIterator[Delta]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = SamplingParams(
+            max_tokens=request.max_tokens,
+            temperature=0.0 if request.greedy else self._config.rollout.temperature,
+            seed=request.seed,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        prompt = {"prompt_token_ids": request.prompt, "cache_salt": str(self._version)}
+        labels = self._labels[request.id] = deque()
+        try:
+            async for output in self._running.generate(prompt, sampling, request.id):
+                yield _delta(output.outputs[0], labels)
+        finally:
+            del self._labels[request.id]
+
+    async def update(self, manifest: Manifest) -> float:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        start = perf_counter()
+        await self._running.pause_generation(mode="keep", clear_cache=False)
+        await self._running.start_weight_update()
+        await self._running.update_weights(WeightTransferUpdateRequest({"manifest": msgspec.to_builtins(manifest)}))
+        await self._running.finish_weight_update(str(manifest.version))
+        self._version = manifest.version
+        await self._running.resume_generation()
+        return perf_counter() - start
+
+    async def relabel(self, version: int) -> None:
+        await self._running.pause_generation(mode="keep", clear_cache=False)
+        await self._running.update_weight_version(str(version))
+        self._version = version
+        await self._running.resume_generation()
+
+    async def score(self, tokens: list[int]) -> list[float]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
+        prompt = {"prompt_token_ids": tokens, "cache_salt": f"probe{self._version}"}
+        last = None
+        async for output in self._running.generate(prompt, sampling, f"probe-{self._version}-{perf_counter()}"):
+            last = output
+        if last is None or last.prompt_logprobs is None:
+            raise EngineError("vLLM returned no prompt log-probs for a probe")
+        entries = last.prompt_logprobs[1:]
+        return [entry[token].logprob for entry, token in zip(entries, tokens[1:], strict=True) if entry is not None]
+
+    async def stop(self) -> None:
+        if self._engine is not None:
+            self._engine.shutdown()
+            self._engine = None
+
+
+def _delta(output: CompletionOutput, labels: deque[int]) -> Delta:
+    tokens = list(output.token_ids)
+    entries = output.logprobs or []
+    logprobs = [
+        entries[i][token].logprob if i < len(entries) and token in entries[i] else NAN for i, token in enumerate(tokens)
+    ]
+    if len(labels) < len(tokens):
+        raise EngineError(f"{len(tokens)} tokens came with {len(labels)} version labels")
+    versions = [labels.popleft() for _ in tokens]
+    if output.finish_reason is None:
+        return Delta(tokens, logprobs, versions)
+    if output.finish_reason not in ("stop", "length"):
+        raise EngineError(f"a request ended with {output.finish_reason!r}, though none is ever aborted")
+    spans = [(int(span.version), span.start, span.end) for span in output.weight_versions or []]
+    return Delta(tokens, logprobs, versions, output.finish_reason, spans)

@@ -1,0 +1,141 @@
+"""What a run came to: `summary.json` for scripts, a table for people."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from async_rl.tracking import timeline
+from async_rl.tracking.metrics import Record
+from buffers.messages import Stats
+
+Status = Literal["finished", "failed", "interrupted"]
+
+
+class Tickets(Struct, frozen=True):
+    """Trajectories by how they ended; they add up to `issued`."""
+
+    issued: int
+    trained: int
+    expired: int
+    failed: int
+    cancelled: int
+    in_flight: int
+
+
+class Summary(Struct, frozen=True):
+    """Figures of a run. Rates are per second of wall clock from the end of step 1 to the end of the last step."""
+
+    status: Status
+    error: str
+    steps: int
+    wall_s: float
+    train_wall_s: float
+    reward_first5: float | None
+    reward_last5: float | None
+    max_trained_age: int | None
+    mean_trained_age: float | None
+    overlap_fraction: float | None
+    samples_per_s: float | None
+    backward_share: float | None
+    gen_tokens_per_s: float | None
+    train_tokens_per_s: float | None
+    multi_version_trajectories: int
+    span_mismatches: int
+    skipped_steps: int
+    tickets: Tickets
+
+
+def summarise(
+    folder: Path, records: list[Record], stats: Stats, *, status: Status, error: str, wall_s: float
+) -> Summary:
+    """The summary of what `metrics.jsonl`, the timeline and the buffer's counters say."""
+    rewards = [record["reward"] for record in records]
+    rated = len(records) >= 2
+    span = records[-1]["time"] - records[0]["time"] if rated else 0.0
+    later = records[1:]
+    tokens = sum(record["tokens_trainable"] for record in records)
+    return Summary(
+        status=status,
+        error=error,
+        steps=len(records),
+        wall_s=round(wall_s, 1),
+        train_wall_s=round(records[-1]["time"] - _started(records[0]), 1) if records else 0.0,
+        reward_first5=_mean(rewards[:5]),
+        reward_last5=_mean(rewards[-5:]),
+        max_trained_age=max((record["age_max"] for record in records), default=None),
+        mean_trained_age=(
+            round(sum((r["age_mean"] or 0.0) * r["tokens_trainable"] for r in records) / tokens, 3) if tokens else None
+        ),
+        overlap_fraction=_overlap(folder, records),
+        samples_per_s=round(sum(record["samples"] for record in later) / span, 3) if rated else None,
+        backward_share=(
+            round(sum(r["samples_backward"] for r in records) / sum(r["samples"] for r in records), 3)
+            if records
+            else None
+        ),
+        gen_tokens_per_s=(
+            round((records[-1]["buffer_tokens"] - records[0]["buffer_tokens"]) / span, 1) if rated else None
+        ),
+        train_tokens_per_s=round(sum(record["tokens"] for record in later) / span, 1) if rated else None,
+        multi_version_trajectories=stats.multi_version,
+        span_mismatches=stats.span_mismatches,
+        skipped_steps=sum(record["skipped"] for record in records),
+        tickets=Tickets(stats.issued, stats.trained, stats.expired, stats.failed, stats.cancelled, stats.in_flight),
+    )
+
+
+def _started(record: Record) -> float:
+    return record["time"] - record["publish_s"] - record["train_s"]
+
+
+def _overlap(folder: Path, records: list[Record]) -> float | None:
+    """From the end of step 2 to the start of the last step."""
+    if len(records) < 4:
+        return None
+    start, end = records[1]["time"], _started(records[-1])
+    fraction = timeline.overlap_fraction(timeline.busy(folder, "learner"), timeline.busy(folder, "worker"), start, end)
+    return round(fraction, 4)
+
+
+def _mean(values: list[float]) -> float | None:
+    return round(sum(values) / len(values), 4) if values else None
+
+
+def write(summary: Summary, folder: Path) -> None:
+    (folder / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+
+
+def read(folder: Path) -> Summary:
+    return msgspec.json.decode((folder / "summary.json").read_bytes(), type=Summary)
+
+
+def rows(summary: Summary) -> list[tuple[str, str]]:
+    """The lines of the table."""
+    tickets = summary.tickets
+    return [
+        ("status", summary.status + (f": {summary.error}" if summary.error else "")),
+        ("steps", f"{summary.steps} in {summary.train_wall_s:.0f} s ({summary.wall_s:.0f} s with start and end)"),
+        ("reward", f"{_show(summary.reward_first5)} (first 5 steps) → {_show(summary.reward_last5)} (last 5)"),
+        ("age of trained tokens", f"mean {_show(summary.mean_trained_age)}, largest {_show(summary.max_trained_age)}"),
+        ("overlap of the pools", _show(summary.overlap_fraction)),
+        ("samples/s", f"{_show(summary.samples_per_s)} ({_show(summary.backward_share)} needed a backward pass)"),
+        ("tokens/s", f"generated {_show(summary.gen_tokens_per_s)}, trained {_show(summary.train_tokens_per_s)}"),
+        (
+            "over two versions or more",
+            f"{summary.multi_version_trajectories} of {tickets.trained} trained trajectories",
+        ),
+        ("tags not the engine's", str(summary.span_mismatches)),
+        (
+            "tickets",
+            f"{tickets.issued} issued = {tickets.trained} trained + {tickets.expired} expired + {tickets.failed} failed "
+            f"+ {tickets.cancelled} cancelled + {tickets.in_flight} in flight",
+        ),
+    ]
+
+
+def _show(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}"

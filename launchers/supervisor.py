@@ -1,0 +1,146 @@
+"""The life of a run's processes: start, watch, end. A death is never silent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from launchers.devices import Place
+from launchers.errors import ComponentDied, StartTimeout
+
+KILL_S = 5.0
+"""Longest time between the decision to end everything and its end."""
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process of the run. `name` is its role and number, as in its log."""
+
+    name: str
+    role: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+class Supervisor:
+    """Starts the run's processes in sessions of their own, so that a terminal's Ctrl-C reaches only the supervisor."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.children: list[Child] = []
+        (folder / "logs").mkdir(exist_ok=True)
+
+    def start(self, role: str, module: str, rank: int, place: Place = Place()) -> Child:
+        """Starts `python -m module --run FOLDER` with its output in `logs/`."""
+        name = f"{role}{rank}"
+        log = self.folder / "logs" / f"{name}.log"
+        command = [sys.executable, "-u", "-m", module, "--run", str(self.folder), "--rank", str(rank)]
+        if place.cores:
+            command += ["--cores", ",".join(map(str, place.cores))]
+        with log.open("ab") as out:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env=_environment(place),
+                start_new_session=True,
+            )
+        child = Child(name, role, process, log)
+        self.children.append(child)
+        return child
+
+    def check(self) -> None:
+        """Raises `ComponentDied` if a process has ended with an error, or at all where it should not."""
+        for child in self.children:
+            code = child.process.poll()
+            if code is not None and (code != 0 or child.role in ("buffer", "worker")):
+                raise ComponentDied(f"{child.name} {how_it_ended(code)}{self._first_error(child)}")
+
+    def wait_for(self, ready: Callable[[], bool], what: str, deadline: float) -> None:
+        """Returns when `ready()` holds; a death or the deadline (monotonic seconds) raises."""
+        while not ready():
+            self.check()
+            if time.monotonic() > deadline:
+                raise StartTimeout(f"{what} did not happen in time; logs are in {self.folder / 'logs'}")
+            time.sleep(0.05)
+
+    def done(self, role: str) -> bool:
+        """All processes of a role have ended well."""
+        return all(child.process.poll() == 0 for child in self.children if child.role == role)
+
+    def signal(self, role: str, sig: signal.Signals) -> None:
+        for child in self.children:
+            if child.role == role and child.process.poll() is None:
+                child.process.send_signal(sig)
+
+    def end(self) -> None:
+        """Ends everything within `KILL_S`: SIGTERM to all, then SIGKILL to whole sessions and to what they left."""
+        family = [psutil.Process(child.process.pid) for child in self.children if psutil.pid_exists(child.process.pid)]
+        descendants = [grandchild for process in family for grandchild in _descendants(process)]
+        for child in self.children:
+            if child.process.poll() is None:
+                child.process.terminate()
+        deadline = time.monotonic() + KILL_S / 2
+        for child in self.children:
+            try:
+                child.process.wait(max(0.05, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                pass
+            _kill_group(child.process.pid)
+        for process in descendants:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        for child in self.children:
+            child.process.wait(KILL_S)
+
+    def _first_error(self, died: Child) -> str:
+        """The oldest recorded error of any process, else the end of the dead one's log."""
+        errors = sorted((self.folder / "errors").glob("*.txt"), key=lambda path: path.stat().st_mtime)
+        if errors:
+            return f"; the first error, of {errors[0].stem}:\n{errors[0].read_text().rstrip()}"
+        tail = died.log.read_text(errors="replace").splitlines()[-15:]
+        return f"; the end of {died.log}:\n" + "\n".join(tail)
+
+
+def how_it_ended(code: int) -> str:
+    """`was killed by SIGKILL` or `ended with exit code 1`."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _environment(place: Place) -> dict[str, str]:
+    threads = str(len(place.cores) or os.cpu_count() or 1)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+    if place.gpus is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, place.gpus))
+    return environment
+
+
+def _descendants(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _kill_group(leader: int) -> None:
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except ProcessLookupError:
+        return

@@ -1,0 +1,40 @@
+"""What a learner step reports about staleness and off-policyness. Numpy in, plain numbers out."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.floating]
+
+
+def ess(weights: Floats) -> float:
+    """Effective sample size as a share of n: `(sum w)^2 / (n sum w^2)`; 1 for equal weights, nan for none."""
+    squares = float(np.square(weights, dtype=np.float64).sum())
+    if weights.size == 0 or squares == 0.0:
+        return float("nan")
+    return float(weights.sum(dtype=np.float64)) ** 2 / (weights.size * squares)
+
+
+def age_histogram(ages: NDArray[np.int64], max_staleness: int) -> list[int]:
+    """Token counts by age, 0 to `max_staleness`; whoever asks has already refused older ones."""
+    return np.bincount(ages, minlength=max_staleness + 1).tolist()
+
+
+def ratio_summary(log_ratio: Floats) -> dict[str, float]:
+    """Mean, extremes and KL of importance ratios, from log-ratios `log pi - log mu` of single tokens.
+
+    `kl` is the k3 estimate of KL(mu || pi) under samples of mu: mean of `(r - 1) - log r` (Schulman 2020).
+    """
+    if log_ratio.size == 0:
+        return {}
+    clamped = np.clip(log_ratio.astype(np.float64), -20.0, 20.0)
+    ratio = np.exp(clamped)
+    return {
+        "ratio_mean": float(ratio.mean()),
+        "ratio_max": float(ratio.max()),
+        "ratio_min": float(ratio.min()),
+        "ratio_p99": float(np.quantile(ratio, 0.99)),
+        "kl": float((ratio - 1.0 - clamped).mean()),
+        "ess": ess(ratio),
+    }
