@@ -173,9 +173,7 @@ class Core:
             case m.Published(version):
                 self._publish(version, changed=True)
             case m.Take(version):
-                if self._take is not None:
-                    raise ProtocolError("a take is already waiting; one batch at most is prefetched")
-                self._take = (peer, version)
+                self._request(peer, version)
             case m.Fetch(lease, tickets):
                 self._fetch(peer, lease, tickets)
             case m.Commit():
@@ -338,6 +336,14 @@ class Core:
         self.ready.pop(group.serial, None)
 
     # --- leases ------------------------------------------------------------------------------------------------
+
+    def _request(self, peer: str, version: int) -> None:
+        if self._take is not None:
+            raise ProtocolError("a take is already waiting; one batch at most is prefetched")
+        if self.version is None or version not in (self.version, self.version + 1):
+            newest = "none" if self.version is None else show(self.version)
+            raise ProtocolError(f"a batch for version {show(version)} was asked for, but the newest published is {newest}")
+        self._take = (peer, version)
 
     def _offer(self) -> None:
         """Answers the waiting `take` if a batch can be offered; trajectories found fully stale expire on the way."""

@@ -47,13 +47,14 @@ class RewardProcess:
 
     def _receive(self, connection: Connection, limit: float) -> Reply:
         try:
-            if not connection.poll(limit):
-                self.close()
-                raise RewardTimeout(f"the reward {self._function} did not return within {limit:g} s")
-            reply = self._decoder.decode(connection.recv_bytes())
+            answered = connection.poll(limit)
+            reply = self._decoder.decode(connection.recv_bytes()) if answered else None
         except (EOFError, OSError) as error:
             self.close()
             raise RewardError(f"the process of reward {self._function} died") from error
+        if reply is None:
+            self.close()
+            raise RewardTimeout(f"the reward {self._function} did not return within {limit:g} s")
         if reply.error:
             raise RewardError(f"the reward {self._function} failed: {reply.error}")
         return reply

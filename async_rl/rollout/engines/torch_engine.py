@@ -91,6 +91,7 @@ class TorchEngine:
     def _load(self) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(self._path, dtype=self._dtype).eval()
         config = self._model.config
+        self._length = min(self._length, config.max_position_embeddings)
         self._names = {name for name, _ in self._model.named_parameters()}
         stops = self._model.generation_config.eos_token_id
         self._stops = set(stops if isinstance(stops, list) else [stops])

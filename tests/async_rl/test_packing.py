@@ -1,0 +1,101 @@
+"""Shared prompts in packed rows give the log-probs and gradients of one padded row per trajectory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from async_rl.learner.logprobs import token_logprobs
+from async_rl.learner.packing import Member, Segment, fill, pack
+from async_rl.learner.policy import Policy, load
+
+
+def segments(seed: int = 0, groups: int = 5) -> list[Segment]:
+    rng = np.random.default_rng(seed)
+    out, index = [], 0
+    for _ in range(groups):
+        members = []
+        for _ in range(rng.integers(1, 4)):
+            members.append(Member(index, rng.integers(2, 250, rng.integers(1, 9))))
+            index += 1
+        out.append(Segment(rng.integers(2, 250, rng.integers(1, 12)), members))
+    return out
+
+
+def reference(policy: Policy, found: list[Segment]) -> dict[tuple[int, int], torch.Tensor]:
+    """(trajectory, offset) -> log-prob, one trajectory at a time, with the plain model and full logits."""
+    out = {}
+    for segment in found:
+        for member in segment.members:
+            ids = torch.from_numpy(np.concatenate([segment.prompt, member.response]))[None]
+            logprobs = (policy.model(ids).logits[0] / policy.temperature).log_softmax(-1)
+            for i, token in enumerate(member.response):
+                out[member.index, i] = logprobs[segment.prompt.size + i - 1, int(token)]
+    return out
+
+
+@pytest.fixture
+def policy(tiny_model: Path) -> Policy:
+    return load(str(tiny_model), 0.7, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 10_000])
+def test_logprobs_and_gradients_equal_the_padded_ones(policy: Policy, tokens: int) -> None:
+    found = segments()
+    expected = reference(policy, found)
+    weight = {key: float(np.sin(17 * key[0] + key[1])) for key in expected}
+    sum(value * weight[key] for key, value in expected.items()).backward()  # type: ignore[union-attr]
+    gradients = [p.grad.clone() for p in policy.parameters()]  # type: ignore[union-attr]
+    policy.zero_grad()
+    seen = 0
+    for packed in pack(found, tokens=tokens):
+        scores = policy(packed)
+        keys = list(zip(packed.source.tolist(), packed.offset.tolist(), strict=True))
+        want = torch.stack([expected[key] for key in keys])
+        torch.testing.assert_close(scores.logprobs, want, atol=1e-5, rtol=1e-5)
+        (scores.logprobs * torch.tensor([weight[key] for key in keys])).sum().backward()
+        seen += len(keys)
+    assert seen == len(expected)
+    for parameter, gradient in zip(policy.parameters(), gradients, strict=True):
+        scale = gradient.abs().max()
+        assert (parameter.grad - gradient).abs().max() <= 1e-5 * scale  # type: ignore[operator]
+
+
+def test_every_token_is_packed_once_and_rows_fit() -> None:
+    found = segments(seed=3, groups=20)
+    capacity = max(segment.size for segment in found)
+    rows = fill(found, capacity)
+    assert sum(len(row) for row in rows) == 20
+    assert all(sum(segment.size for segment in row) <= capacity for row in rows)
+    packed = pack(found, tokens=3 * capacity)
+    assert all(part.tokens.shape[0] <= 3 for part in packed)
+    assert sum(int((part.segment >= 0).sum()) for part in packed) == sum(segment.size for segment in found)
+
+
+def test_nothing_to_train_on_is_no_micro_batch() -> None:
+    assert pack([], tokens=100) == []
+
+
+def test_chunked_logprobs_and_their_gradients_equal_full_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("async_rl.learner.logprobs.CHUNK", 7)
+    torch.manual_seed(0)
+    hidden = torch.randn(20, 8, requires_grad=True)
+    head = torch.randn(30, 8, requires_grad=True)
+    targets = torch.randint(0, 30, (20,))
+    weight = torch.randn(20)
+    full = (hidden @ head.T / 0.6).log_softmax(-1)
+    (full.gather(-1, targets[:, None])[:, 0] * weight).sum().backward()
+    expected = hidden.grad.clone(), head.grad.clone()  # type: ignore[union-attr]
+    hidden.grad = head.grad = None
+    logprobs, entropy = token_logprobs(hidden, head, targets, 0.6)
+    (logprobs * weight).sum().backward()
+    torch.testing.assert_close(logprobs, full.gather(-1, targets[:, None])[:, 0])
+    torch.testing.assert_close(hidden.grad, expected[0])
+    torch.testing.assert_close(head.grad, expected[1])
+    every = -(full.exp() * full).sum(-1)
+    some = ~entropy.isnan()
+    assert some.sum() == 3  # one in eight of each chunk of seven
+    torch.testing.assert_close(entropy[some], every[some])

@@ -1,0 +1,175 @@
+"""The torch engine against the plain model: samples, log-probs, updates in mid-response."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from async_rl.config import parse
+from async_rl.learner.packing import Member, Segment, pack
+from async_rl.learner.policy import load
+from async_rl.rollout.engines.protocol import Delta, Request
+from async_rl.rollout.engines.torch_engine import TorchEngine
+from async_rl.weights.publisher import Publisher
+from tests import tiny
+
+PROMPT = [0, 40, 41, 42, 1, 0]
+
+
+def engine_for(model: Path, *, temperature: float = 1.0, slots: int = 4, seed: int = 0) -> TorchEngine:
+    rollout = {"temperature": temperature, "slots": slots, "dtype": "float32"}
+    config = parse({"data": {"path": "x"}, "rollout": rollout})
+    return TorchEngine(config, model=str(model), max_model_tokens=128, seed=seed)
+
+
+async def collect(engine: TorchEngine, request: Request) -> Delta:
+    """The whole response as one delta."""
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    last = None
+    async for delta in engine.generate(request):
+        tokens += delta.tokens
+        logprobs += delta.logprobs
+        versions += delta.versions
+        last = delta
+    assert last is not None
+    return Delta(tokens, logprobs, versions, last.finish_reason, last.spans)
+
+
+def run(engine: TorchEngine, *requests: Request) -> list[Delta]:
+    async def all_of_them() -> list[Delta]:
+        await engine.start()
+        try:
+            return await asyncio.gather(*(collect(engine, request) for request in requests))
+        finally:
+            await engine.stop()
+
+    return asyncio.run(all_of_them())
+
+
+@pytest.fixture
+def publisher(tmp_path: Path) -> Iterator[Publisher]:
+    publisher = Publisher(tmp_path, f"engine-{tmp_path.name}", torch.float32, tied=["lm_head.weight"])
+    yield publisher
+    publisher.close()
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_behaviour_logprobs_are_the_learners(tiny_model: Path, temperature: float) -> None:
+    """failures.md 19: temperature on both sides; over 2,000 tokens, float32, every difference at most 1e-4."""
+    requests = [Request(str(i), PROMPT[: 2 + i % 5], 60) for i in range(60)]
+    responses = run(engine_for(tiny_model, temperature=temperature, slots=16), *requests)
+    policy = load(str(tiny_model), temperature, torch.device("cpu"))
+    segments = [
+        Segment(torch.tensor(request.prompt).numpy(), [Member(i, torch.tensor(response.tokens).numpy())])
+        for i, (request, response) in enumerate(zip(requests, responses, strict=True))
+    ]
+    sampled = 0
+    for packed in pack(segments, tokens=4096):
+        with torch.no_grad():
+            learner = policy(packed).logprobs
+        behaviour = torch.tensor([responses[s].logprobs[o] for s, o in zip(packed.source, packed.offset, strict=True)])
+        assert (learner - behaviour).abs().max() <= 1e-4
+        assert ((learner - behaviour).exp() - 1).abs().max() < 1e-4
+        sampled += behaviour.numel()
+    assert sampled >= 2000
+
+
+def test_greedy_responses_are_those_of_the_plain_model(tiny_model: Path) -> None:
+    """Slots of different lengths do not disturb each other."""
+    requests = [Request(str(i), PROMPT[: 2 + i], 20, greedy=True) for i in range(4)]
+    model = LlamaForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    for request, response in zip(requests, run(engine_for(tiny_model, slots=2), *requests), strict=True):
+        ids = torch.tensor([request.prompt])
+        want = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20)
+        assert response.tokens == want[0, ids.shape[1] :].tolist()
+        assert response.finish_reason == ("stop" if response.tokens[-1] == 1 else "length")
+
+
+def test_the_budget_is_kept(tiny_model: Path) -> None:
+    (response,) = run(engine_for(tiny_model), Request("a", PROMPT, 3))
+    assert len(response.tokens) == len(response.logprobs) == len(response.versions) <= 3
+
+
+def test_eight_members_of_a_group_are_not_all_equal_and_a_seed_repeats_itself(tiny_model: Path) -> None:
+    """failures.md 25."""
+    requests = [Request(str(i), PROMPT, 12) for i in range(8)]
+    one, two = (run(engine_for(tiny_model, slots=8, seed=seed), *requests) for seed in (0, 1))
+    assert len({tuple(response.tokens) for response in one}) > 1
+    assert [r.tokens for r in one] != [r.tokens for r in two]
+    seeded = [Request("s", PROMPT, 12, seed=5)] * 2
+    a, b = (run(engine_for(tiny_model, seed=seed), request)[0] for seed, request in enumerate(seeded))
+    assert a.tokens == b.tokens
+
+
+def test_a_request_that_can_never_fit_is_refused_and_the_next_one_runs(tiny_model: Path) -> None:
+    async def both() -> Delta:
+        engine = engine_for(tiny_model)
+        await engine.start()
+        with pytest.raises(ValueError, match="exceed"):
+            await collect(engine, Request("long", [5] * 100, 60))
+        response = await collect(engine, Request("a", PROMPT, 4))
+        await engine.stop()
+        return response
+
+    assert asyncio.run(both()).finish_reason
+
+
+def test_an_update_in_mid_response_keeps_requests_and_tags_tokens(
+    tiny_model: Path, tmp_path: Path, publisher: Publisher
+) -> None:
+    """failures.md 11, 14 and 16, with tied embeddings: tags agree with the engine's spans, weights are the new ones."""
+    other = load(str(tiny.make(tmp_path / "other", seed=1)), 1.0, torch.device("cpu"))
+    manifest = publisher.publish(7, other.model.named_parameters(), None)
+
+    async def scenario() -> tuple[list[Delta], Delta, list[float]]:
+        engine = engine_for(tiny_model, slots=4)
+        await engine.start()
+        running = [asyncio.create_task(collect(engine, Request(str(i), PROMPT, 100))) for i in range(4)]
+        while len(engine._running) < 4:
+            await asyncio.sleep(0)
+        await engine.update(manifest)
+        responses = await asyncio.gather(*running)
+        after = await collect(engine, Request("after", PROMPT, 20, greedy=True))
+        scores = await engine.score(PROMPT)
+        await engine.stop()
+        return responses, after, scores
+
+    responses, after, scores = asyncio.run(scenario())
+    assert any(set(response.versions) == {0, 7} for response in responses)
+    for response in responses:
+        spans = [version for version, start, end in response.spans or [] for _ in range(end - start)]
+        assert spans == response.versions
+    (fresh,) = run(engine_for(tmp_path / "other"), Request("fresh", PROMPT, 20, greedy=True))
+    assert after.tokens == fresh.tokens
+    assert set(after.versions) == {7}
+    packed = pack([Segment(torch.tensor(PROMPT[:1]).numpy(), [Member(0, torch.tensor(PROMPT[1:]).numpy())])], tokens=9)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.tensor(scores), other(packed[0]).logprobs, atol=1e-5, rtol=0)
+
+
+def test_requests_made_during_an_update_start_after_it(tiny_model: Path, publisher: Publisher) -> None:
+    """failures.md 15."""
+    model = load(str(tiny_model), 1.0, torch.device("cpu"))
+    manifest = publisher.publish(3, model.model.named_parameters(), None)
+
+    async def scenario() -> list[Delta]:
+        engine = engine_for(tiny_model, slots=8)
+        await engine.start()
+        update = asyncio.create_task(engine.update(manifest))
+        await asyncio.sleep(0)
+        requests = [asyncio.create_task(collect(engine, Request(str(i), PROMPT, 3))) for i in range(50)]
+        await update
+        responses = await asyncio.gather(*requests)
+        await engine.stop()
+        return responses
+
+    responses = asyncio.run(scenario())
+    assert len(responses) == 50
+    assert {version for response in responses for version in response.versions} == {3}

@@ -1,0 +1,47 @@
+"""A tiny Llama with tied embeddings and a byte-level chat tokenizer, made on the spot; loads anywhere in a second."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+)
+SPECIAL = ["<|im_start|>", "<|im_end|>"]
+
+
+def make(folder: Path, *, seed: int = 0, positions: int = 512, tied: bool = True) -> Path:
+    """Writes a model of about 0.1M parameters; a small head keeps its answers varied."""
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: i for i, symbol in enumerate(SPECIAL + symbols)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL[1], pad_token=SPECIAL[1])
+    fast.chat_template = CHAT
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=positions,
+        tie_word_embeddings=tied,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+        initializer_range=0.2,
+    )
+    model = LlamaForCausalLM(config)
+    model.generation_config.eos_token_id = 1
+    model.save_pretrained(folder)
+    fast.save_pretrained(folder)
+    return folder
