@@ -33,3 +33,7 @@ class WeightsError(AsyncRLError, RuntimeError):
 
 class EngineError(AsyncRLError, RuntimeError):
     """A generation engine that failed or broke its contract."""
+
+
+class RequestRefused(EngineError, ValueError):
+    """A request that can never succeed, such as one that is too long; trying again would not help."""

@@ -49,7 +49,9 @@ def main() -> None:
     folder: Path = parser.parse_args().run
     config = load(folder / "config.yaml")
     if not (folder / "heldout.npz").is_file():
-        raise ConfigError("data.holdout", config.data.holdout, "this run held no prompts out", "Set data.holdout and train")
+        raise ConfigError(
+            "data.holdout", config.data.holdout, "this run held no prompts out", "Set data.holdout and train"
+        )
     if not (folder / "model" / "config.json").is_file():
         raise ConfigError("RUN", str(folder), "it has no exported model: it did not finish", "Resume it first")
     prompts = Prompts.read(folder / "heldout.npz")

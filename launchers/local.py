@@ -115,11 +115,6 @@ class _Run:
     def _feed(self) -> None:
         prompts = Prompts.read(self.folder / "prompts.npz")
         found = state.latest(self.folder / "checkpoints")
-        if found and found[1].fingerprint != prompts.fingerprint:
-            raise RunFailed(
-                f"the data set has changed: the checkpoint was trained on {found[1].fingerprint}, "
-                f"this one is {prompts.fingerprint}"
-            )
         self.client = Client(read_endpoint(self.folder / "buffer.endpoint"), "feeder", "feeder")
         self.feeder = Feeder(
             self.client,

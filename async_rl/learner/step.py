@@ -108,7 +108,7 @@ class Stepper:
         """The trainable tokens of a micro-batch, with their behaviour log-probs and advantages."""
         if packed.source.size and packed.source[0] < 0:
             nothing = scores.logprobs[:0]
-            return LossInput(nothing, nothing, nothing, nothing), nothing
+            return LossInput(nothing, *[nothing.detach()] * 3), nothing.detach()
         flat = share.starts[packed.source] + packed.offset
         keep = torch.from_numpy(share.mask[flat]).to(self._device)
         behaviour = torch.from_numpy(share.logprobs[flat]).to(self._device)[keep]

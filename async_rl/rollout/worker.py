@@ -13,7 +13,7 @@ from collections.abc import Coroutine
 
 from async_rl import model, process
 from async_rl.data.prompts import Prompts
-from async_rl.errors import EngineError, RewardError
+from async_rl.errors import EngineError, RequestRefused, RewardError
 from async_rl.rewards.runner import Rewards
 from async_rl.rollout.engines import make
 from async_rl.rollout.engines.protocol import Delta, Engine, Request
@@ -110,8 +110,7 @@ class Worker:
         self.streamer.open(ticket.id, ticket.attempt)
         try:
             tokens, last, mismatch = await self._generate(ticket)
-        except ValueError as error:
-            # The engine refused this one request; another try would be refused as well.
+        except RequestRefused as error:
             await self._end(ticket, m.Outcome(ticket.id, ticket.attempt, 0, "failed", error=str(error)))
             return
         reason = last.finish_reason or ""

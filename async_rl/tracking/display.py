@@ -88,6 +88,8 @@ class Display:
         self._live.update(Group(self._progress, table))
 
     def summary(self, summary: summaries.Summary) -> None:
+        if summary.error:
+            self.line(f"{summary.status}: {summary.error}")
         table = Table(title=f"{self._name}: {self._folder}", show_header=False, title_justify="left")
         for label, value in summaries.rows(summary):
             table.add_row(label, value)

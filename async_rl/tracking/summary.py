@@ -117,7 +117,7 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
     """The lines of the table."""
     tickets = summary.tickets
     return [
-        ("status", summary.status + (f": {summary.error}" if summary.error else "")),
+        ("status", summary.status),
         ("steps", f"{summary.steps} in {summary.train_wall_s:.0f} s ({summary.wall_s:.0f} s with start and end)"),
         ("reward", f"{_show(summary.reward_first5)} (first 5 steps) → {_show(summary.reward_last5)} (last 5)"),
         ("age of trained tokens", f"mean {_show(summary.mean_trained_age)}, largest {_show(summary.max_trained_age)}"),

@@ -63,7 +63,9 @@ def test_the_resolved_configuration_reads_back_as_itself() -> None:
 def test_overrides_are_yaml_and_1e_5_is_a_number(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("data: {path: x}\nreward: {function: 'a:b'}\nlearner: {learning_rate: 1e-6}\n")
-    pairs = dict(config.override(text) for text in ["learner.learning_rate=1e-5", "data.holdout=3", "launch.pin_cores=no"])
+    pairs = dict(
+        config.override(text) for text in ["learner.learning_rate=1e-5", "data.holdout=3", "launch.pin_cores=no"]
+    )
     loaded = config.load(path, pairs)
     assert (loaded.learner.learning_rate, loaded.data.holdout, loaded.launch.pin_cores) == (1e-5, 3, False)
     assert config.load(path).learner.learning_rate == 1e-6
@@ -80,7 +82,9 @@ def test_every_preset_is_valid(preset: str) -> None:
 def test_every_setting_is_documented(module: str) -> None:
     """A docstring under every field that is not a section with a docstring of its own."""
     for struct in ast.parse(Path(module).read_text()).body:
-        if not isinstance(struct, ast.ClassDef) or not any(getattr(base, "id", "") == "Struct" for base in struct.bases):
+        if not isinstance(struct, ast.ClassDef) or not any(
+            getattr(base, "id", "") == "Struct" for base in struct.bases
+        ):
             continue
         for field, following in itertools.zip_longest(struct.body, struct.body[1:]):
             if isinstance(field, ast.AnnAssign) and not ast.unparse(field.annotation).endswith("Config"):

@@ -42,7 +42,9 @@ def test_every_kind_of_source_gives_the_same_rows(kind: str, tmp_path: Path) -> 
 
 
 def test_a_reasoning_gym_task_gives_rows_with_prompts() -> None:
-    found = sources.rows(DataConfig(task=TaskConfig(name="basic_arithmetic", size=5, params={"min_terms": 2, "max_terms": 2})))
+    found = sources.rows(
+        DataConfig(task=TaskConfig(name="basic_arithmetic", size=5, params={"min_terms": 2, "max_terms": 2}))
+    )
     assert len(found) == 5
     assert all(row["prompt"] == row["question"] and row["answer"] for row in found)
     with pytest.raises(ConfigError, match=r"data\.task"):

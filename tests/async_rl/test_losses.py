@@ -11,7 +11,9 @@ from async_rl.config import AlgorithmConfig
 from staleness.config import CorrectionConfig
 
 
-def reference(kind: str, current, proximal, behaviour, advantage, *, low: float, high: float, cap: float, n: int) -> float:
+def reference(
+    kind: str, current, proximal, behaviour, advantage, *, low: float, high: float, cap: float, n: int
+) -> float:
     """The formulas of the module, token by token, with correction `tis`."""
     total = 0.0
     for theta, p, mu, a in zip(current, proximal, behaviour, advantage, strict=True):

@@ -87,7 +87,8 @@ def test_scoring_does_not_block_the_loop() -> None:
 
 
 @pytest.mark.parametrize(
-    ("response", "expected"), [("3 + 4 = 7", 1.0), ("7 is the answer, not 8", 0.0), ("seven", 0.0), ("-7", 0.0), ("07", 1.0)]
+    ("response", "expected"),
+    [("3 + 4 = 7", 1.0), ("7 is the answer, not 8", 0.0), ("seven", 0.0), ("-7", 0.0), ("07", 1.0)],
 )
 def test_last_integer(response: str, expected: float) -> None:
     assert functions.last_integer(response, {"answer": 7}) == expected

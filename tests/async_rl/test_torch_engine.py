@@ -11,9 +11,10 @@ import torch
 from transformers import LlamaForCausalLM
 
 from async_rl.config import parse
+from async_rl.errors import RequestRefused
 from async_rl.learner.packing import Member, Segment, pack
 from async_rl.learner.policy import load
-from async_rl.rollout.engines.protocol import Delta, Request
+from async_rl.rollout.engines.protocol import Delta, Engine, Request
 from async_rl.rollout.engines.torch_engine import TorchEngine
 from async_rl.weights.publisher import Publisher
 from tests import tiny
@@ -27,8 +28,8 @@ def engine_for(model: Path, *, temperature: float = 1.0, slots: int = 4, seed: i
     return TorchEngine(config, model=str(model), max_model_tokens=128, seed=seed)
 
 
-async def collect(engine: TorchEngine, request: Request) -> Delta:
-    """The whole response as one delta."""
+async def collect(engine: Engine, request: Request, begun: asyncio.Event | None = None) -> Delta:
+    """The whole response as one delta; `begun` is set when some of it has come."""
     tokens: list[int] = []
     logprobs: list[float] = []
     versions: list[int] = []
@@ -38,6 +39,8 @@ async def collect(engine: TorchEngine, request: Request) -> Delta:
         logprobs += delta.logprobs
         versions += delta.versions
         last = delta
+        if begun is not None:
+            begun.set()
     assert last is not None
     return Delta(tokens, logprobs, versions, last.finish_reason, last.spans)
 
@@ -112,7 +115,7 @@ def test_a_request_that_can_never_fit_is_refused_and_the_next_one_runs(tiny_mode
     async def both() -> Delta:
         engine = engine_for(tiny_model)
         await engine.start()
-        with pytest.raises(ValueError, match="exceed"):
+        with pytest.raises(RequestRefused, match="exceed"):
             await collect(engine, Request("long", [5] * 100, 60))
         response = await collect(engine, Request("a", PROMPT, 4))
         await engine.stop()
@@ -131,9 +134,9 @@ def test_an_update_in_mid_response_keeps_requests_and_tags_tokens(
     async def scenario() -> tuple[list[Delta], Delta, list[float]]:
         engine = engine_for(tiny_model, slots=4)
         await engine.start()
-        running = [asyncio.create_task(collect(engine, Request(str(i), PROMPT, 100))) for i in range(4)]
-        while len(engine._running) < 4:
-            await asyncio.sleep(0)
+        begun = asyncio.Event()
+        running = [asyncio.create_task(collect(engine, Request(str(i), PROMPT, 100), begun)) for i in range(4)]
+        await begun.wait()
         await engine.update(manifest)
         responses = await asyncio.gather(*running)
         after = await collect(engine, Request("after", PROMPT, 20, greedy=True))

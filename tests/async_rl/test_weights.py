@@ -115,7 +115,9 @@ def test_the_checksum_covers_a_tail_that_is_no_whole_word() -> None:
     other = data.copy()
     other[12] += 1
     assert checksum(data) != checksum(other)
-    assert checksum(data) == (int.from_bytes(data[:8].tobytes(), "little") + int.from_bytes(data[8:].tobytes(), "little"))
+    assert checksum(data) == (
+        int.from_bytes(data[:8].tobytes(), "little") + int.from_bytes(data[8:].tobytes(), "little")
+    )
 
 
 def test_a_manifest_survives_the_file(publisher: Publisher, tmp_path: Path) -> None:

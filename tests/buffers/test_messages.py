@@ -26,7 +26,9 @@ def test_no_chunks_at_all_is_a_message_too() -> None:
     assert m.Chunks.from_frames(chunks([]).to_frames()).ticket.size == 0
 
 
-@pytest.mark.parametrize("frame", [b"", b"\xff\xff", b"\x81\xa4type\xa5Hello", b"\x81\xa4type\xa3Foo", b"\x93\x01\x02\x03"])
+@pytest.mark.parametrize(
+    "frame", [b"", b"\xff\xff", b"\x81\xa4type\xa5Hello", b"\x81\xa4type\xa3Foo", b"\x93\x01\x02\x03"]
+)
 def test_a_malformed_header_is_refused(frame: bytes) -> None:
     with pytest.raises(ProtocolError, match="malformed"):
         m.decode_inbound(frame)

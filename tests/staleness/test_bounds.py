@@ -37,4 +37,8 @@ def test_versions_0_0_5_at_learner_step_5(bound: int, on_stale: bounds.OnStale, 
 
 def test_a_token_without_a_finite_logprob_is_not_trained_on() -> None:
     usable = np.asarray([True, False, True])
-    assert bounds.trainable(np.zeros(3, np.int64), usable, max_staleness=0, on_stale="drop").tolist() == [True, False, True]
+    assert bounds.trainable(np.zeros(3, np.int64), usable, max_staleness=0, on_stale="drop").tolist() == [
+        True,
+        False,
+        True,
+    ]

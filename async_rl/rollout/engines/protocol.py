@@ -45,7 +45,9 @@ class Engine(Protocol):
 
     async def start(self) -> None: ...
 
-    def generate(self, request: Request) -> AsyncIterator[Delta]: ...
+    def generate(self, request: Request) -> AsyncIterator[Delta]:
+        """Raises `RequestRefused` for a request that can never succeed; any other error is the engine's own."""
+        ...
 
     async def update(self, manifest: Manifest) -> float:
         """Loads the published weights; returns the seconds for which generation stood still."""

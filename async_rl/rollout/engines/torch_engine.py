@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache
 
 from async_rl.config import Config
-from async_rl.errors import EngineError
+from async_rl.errors import EngineError, RequestRefused
 from async_rl.rollout.engines.protocol import Delta, Request
 from async_rl.weights import shm
 from async_rl.weights.manifest import Manifest, check_names
@@ -108,7 +108,7 @@ class TorchEngine:
 
     async def generate(self, request: Request) -> AsyncIterator[Delta]:
         if len(request.prompt) + request.max_tokens > self._length:
-            raise ValueError(
+            raise RequestRefused(
                 f"a prompt of {len(request.prompt)} tokens and {request.max_tokens} new ones exceed the engine's "
                 f"{self._length}"
             )

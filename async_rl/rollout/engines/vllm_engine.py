@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from async_rl.config import Config
-from async_rl.errors import EngineError
+from async_rl.errors import EngineError, RequestRefused
 from async_rl.rollout.engines.protocol import Delta, Request
 from async_rl.weights.manifest import Manifest
 from async_rl.weights.vllm_plugin import BACKEND
@@ -95,6 +95,7 @@ class VllmEngine:
 
     async def generate(self, request: Request) -> AsyncIterator[Delta]:
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError
         from vllm.sampling_params import RequestOutputKind
 
         sampling = SamplingParams(
@@ -110,6 +111,8 @@ class VllmEngine:
         try:
             async for output in self._running.generate(prompt, sampling, request.id):
                 yield _delta(output.outputs[0], labels)
+        except (ValueError, VLLMValidationError) as error:
+            raise RequestRefused(str(error)) from error
         finally:
             del self._labels[request.id]
 

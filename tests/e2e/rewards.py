@@ -1,0 +1,33 @@
+"""Rewards for runs of the tiny model."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def length(response: str, row: Row) -> float:
+    """Differs within a group, so that there is a gradient."""
+    return len(response) / 10
+
+
+def raises_on_some(response: str, row: Row) -> float:
+    if row["answer"] % 4 == 0:
+        raise ValueError("this row is not to be scored")
+    return len(response) / 10
+
+
+def hangs_on_some(response: str, row: Row) -> float:
+    if row["answer"] % 8 == 0:
+        time.sleep(3600)
+    return len(response) / 10
+
+
+def raises(response: str, row: Row) -> float:
+    raise KeyError("the reward is broken")
+
+
+def constant(response: str, row: Row) -> float:
+    return 0.5

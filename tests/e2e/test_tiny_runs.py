@@ -1,0 +1,225 @@
+"""Whole runs through the command line: real processes, sockets, shared memory, gloo FSDP2, torch engine, tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from async_rl.tracking import metrics, timeline
+from tests.e2e import runs
+
+pytestmark = pytest.mark.e2e
+
+
+def test_a_run_leaves_everything_it_promises(tiny_model: Path, tmp_path: Path) -> None:
+    config = runs.config(tiny_model, tmp_path, **{"steps": 6, "tracking.mlflow": True})
+    code, out, folder = runs.train(config)
+    assert code == 0, out
+    result = runs.adds_up(folder)
+    assert (result.status, result.steps, result.span_mismatches) == ("finished", 6, 0)
+    assert result.max_trained_age is not None
+    assert result.max_trained_age <= 2
+    assert result.tickets.trained == 6 * 8
+    for name in (
+        "config.yaml",
+        "metrics.jsonl",
+        "summary.json",
+        "reward.png",
+        "timeline.json",
+        "buffer.npz",
+        "checkpoints/latest",
+    ):
+        assert (folder / name).stat().st_size > 0, name
+    names = {
+        event["args"]["name"]
+        for event in json.loads((folder / "timeline.json").read_text())["traceEvents"]
+        if event["ph"] == "M"
+    }
+    assert names == {"learner0", "worker0"}
+    before = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
+    after = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16)
+    assert any(not torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
+    runs.nothing_left(folder)
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{folder.parent}/mlflow.db")
+    (experiment,) = [e for e in client.search_experiments() if e.name == "async-rl"]
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    assert len(client.get_metric_history(run.info.run_id, "reward")) == 6
+    assert run.data.params["buffer.batch_size"] == "8"
+
+
+def test_eta_0_is_synchronous(tiny_model: Path, tmp_path: Path) -> None:
+    """All ages are 0 and the pools never work at the same time."""
+    config = runs.config(tiny_model, tmp_path, steps=6)
+    code, out, folder = runs.train(config, "--max-staleness", "0")
+    assert code == 0, out
+    assert runs.adds_up(folder).max_trained_age == 0
+    assert all(record["ages"][1:] == [] for record in metrics.read(folder))
+    assert timeline.overlap(timeline.busy(folder, "learner"), timeline.busy(folder, "worker")) == 0.0
+
+
+def test_two_learner_ranks_and_two_workers(tiny_model: Path, tmp_path: Path) -> None:
+    config = runs.config(tiny_model, tmp_path, steps=4)
+    code, out, folder = runs.train(config, "--learner-ranks", "2", "--rollout-workers", "2")
+    assert code == 0, out
+    result = runs.adds_up(folder)
+    assert (result.steps, result.tickets.trained) == (4, 32)
+    assert (folder / "logs" / "learner1.log").exists()
+    AutoModelForCausalLM.from_pretrained(folder / "model")
+
+
+def test_a_run_resumes_under_a_new_incarnation(tiny_model: Path, tmp_path: Path) -> None:
+    config = runs.config(tiny_model, tmp_path, steps=3)
+    assert runs.train(config)[0] == 0
+    code, out, folder = runs.train(config, "--resume", "run", "--steps", "5", "--learner-ranks", "2")
+    assert code == 0, out
+    assert [record["step"] for record in metrics.read(folder)] == [1, 2, 3, 4, 5]
+    assert "version 1:3 applied" in (folder / "logs" / "worker0.log").read_text()
+    assert runs.adds_up(folder).steps == 5
+
+
+def test_a_batch_without_a_gradient_is_skipped_and_counted(tiny_model: Path, tmp_path: Path) -> None:
+    """failures.md 23: all rewards equal."""
+    config = runs.config(tiny_model, tmp_path, **{"reward.function": "tests.e2e.rewards:constant"})
+    code, out, folder = runs.train(config)
+    assert code == 0, out
+    assert runs.adds_up(folder).skipped_steps == 3
+    before = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
+    after = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16)
+    assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
+
+
+def test_a_generator_that_refuses_every_request_ends_the_run(tmp_path: Path) -> None:
+    """failures.md 1: the model has fewer positions than a request needs."""
+    from tests import tiny
+
+    model = tiny.make(tmp_path / "short", positions=8)
+    config = runs.config(model, tmp_path, **{"weights.probe_every": 1000})
+    code, out, folder = runs.train(config)
+    assert code == 1
+    assert "8 groups in a row failed entirely" in out.replace("\n", " ")
+    assert runs.adds_up(folder).tickets.failed >= 32
+    runs.nothing_left(folder)
+
+
+def test_a_reward_that_always_raises_ends_the_run_with_its_traceback(tiny_model: Path, tmp_path: Path) -> None:
+    config = runs.config(tiny_model, tmp_path, **{"reward.function": "tests.e2e.rewards:raises"})
+    code, _, folder = runs.train(config)
+    assert code == 1
+    assert "the reward is broken" in runs.adds_up(folder).error
+
+
+@pytest.mark.parametrize("reward", ["raises_on_some", "hangs_on_some"])
+def test_a_reward_that_fails_on_some_rows_drops_those_and_trains_the_others(
+    reward: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    """failures.md 2."""
+    config = runs.config(
+        tiny_model,
+        tmp_path,
+        **{"steps": 4, "reward.function": f"tests.e2e.rewards:{reward}", "reward.time_limit_s": 2.0},
+    )
+    code, out, folder = runs.train(config)
+    assert code == 0, out
+    assert runs.adds_up(folder).tickets.failed > 0
+
+
+def test_on_error_fail_ends_the_run(tiny_model: Path, tmp_path: Path) -> None:
+    config = runs.config(
+        tiny_model, tmp_path, **{"reward.function": "tests.e2e.rewards:raises_on_some", "reward.on_error": "fail"}
+    )
+    code, _, folder = runs.train(config)
+    assert code == 1
+    assert "not to be scored" in runs.adds_up(folder).error
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("rollout.worker", "worker0"), ("learner.rank", "learner0"), ("buffer", "buffer0")]
+)
+def test_a_killed_process_fails_the_run_by_name(module: str, name: str, tiny_model: Path, tmp_path: Path) -> None:
+    config = runs.config(tiny_model, tmp_path, **{"steps": 100_000, "tracking.mlflow": name == "worker0"})
+    started = runs.start(config)
+    started.until(lambda: started.steps() >= 2)
+    started.child(module).send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    code, out = started.wait(60)
+    assert time.monotonic() - killed < 30
+    assert code == 1
+    assert f"{name} was killed by SIGKILL" in out
+    assert runs.adds_up(started.folder).status == "failed"
+    runs.nothing_left(started.folder)
+    if name == "worker0":
+        from mlflow import MlflowClient
+
+        client = MlflowClient(f"sqlite:///{started.folder.parent}/mlflow.db")
+        (experiment,) = [e for e in client.search_experiments() if e.name == "async-rl"]
+        assert [run.info.status for run in client.search_runs([experiment.experiment_id])] == ["FAILED"]
+
+
+def test_ctrl_c_saves_and_exits_130(tiny_model: Path, tmp_path: Path) -> None:
+    config = runs.config(tiny_model, tmp_path, steps=100_000)
+    started = runs.start(config)
+    started.until(lambda: started.steps() >= 2)
+    started.process.send_signal(signal.SIGINT)
+    code, out = started.wait(60)
+    assert code == 130, out
+    assert runs.adds_up(started.folder).status == "interrupted"
+    saved = json.loads((started.folder / "checkpoints" / "latest").read_text().split("-")[1].lstrip("0"))
+    assert saved == started.steps()
+    runs.nothing_left(started.folder)
+
+
+def test_sigterm_with_a_dead_peer_ends_everything_in_five_seconds(tiny_model: Path, tmp_path: Path) -> None:
+    """failures.md 5: the buffer is stopped, so messages wait for it for ever."""
+    config = runs.config(tiny_model, tmp_path, **{"steps": 100_000, "learner.checkpoint_every": 1})
+    started = runs.start(config)
+    started.until(lambda: started.steps() >= 2)
+    started.child("buffer").send_signal(signal.SIGSTOP)
+    time.sleep(0.5)  # messages pile up
+    started.process.send_signal(signal.SIGTERM)
+    told = time.monotonic()
+    code, _ = started.wait(30)
+    # 5 s for the processes; the summary and the plot take the rest.
+    assert time.monotonic() - told < 15
+    assert code == 130
+    runs.nothing_left(started.folder)
+    assert (
+        started.folder / "checkpoints" / (started.folder / "checkpoints" / "latest").read_text() / "state.json"
+    ).exists()
+
+
+def test_when_the_supervisor_is_killed_nothing_is_left(tiny_model: Path, tmp_path: Path) -> None:
+    config = runs.config(tiny_model, tmp_path, steps=100_000)
+    started = runs.start(config)
+    started.until(lambda: started.steps() >= 1)
+    os.kill(started.process.pid, signal.SIGKILL)
+    started.process.wait()
+    runs.nothing_left(started.folder, shared_memory=False)
+
+
+def test_mlflow_that_is_not_there_costs_one_warning(tiny_model: Path, tmp_path: Path) -> None:
+    """failures.md 29."""
+    config = runs.config(tiny_model, tmp_path, **{"tracking.mlflow": True, "tracking.uri": "http://127.0.0.1:9"})
+    code, out, folder = runs.train(config)
+    assert code == 0, out
+    assert out.count("warning: MLflow failed") == 1
+    assert len(metrics.read(folder)) == 3
+
+
+def test_a_changed_data_set_is_refused_on_resume_with_both_fingerprints(tiny_model: Path, tmp_path: Path) -> None:
+    config = runs.config(tiny_model, tmp_path)
+    assert runs.train(config)[0] == 0
+    with (tmp_path / "data.jsonl").open("a") as file:
+        file.write('{"prompt": "new", "answer": 1}\n')
+    code, out, _ = runs.train(config, "--resume", "run", "--steps", "5")
+    assert code != 0
+    assert "the data set has changed" in out.replace("\n", " ")
