@@ -5,7 +5,8 @@ from __future__ import annotations
 from async_rl import process
 from async_rl.config import Config
 from async_rl.learner import state
-from buffers.core import Core, Settings
+from buffers.core import Core
+from buffers.records import Settings
 from buffers.server import serve
 from staleness.versions import Lineage
 

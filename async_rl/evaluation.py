@@ -14,13 +14,14 @@ from async_rl.config import load
 from async_rl.data.prompts import Prompts
 from async_rl.errors import ConfigError, RewardError
 from async_rl.rewards.runner import RewardProcess
+from async_rl.tokenizer import tokenizer_of
 
 BATCH = 25
 
 
 def answers(path: str, prompts: Prompts, max_tokens: int) -> list[str]:
     """Greedy responses of a model to all prompts, float32."""
-    tokenizer = model.tokenizer_of(path)
+    tokenizer = tokenizer_of(path)
     policy = AutoModelForCausalLM.from_pretrained(model.resolve(path), dtype=torch.float32).eval()
     out: list[str] = []
     for start in range(0, len(prompts), BATCH):

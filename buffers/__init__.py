@@ -1,6 +1,7 @@
 """The versioned replay buffer: the one owner of every ticket, every token, every lease and the prompt cursor.
 
 `core`        the state machine: events in, messages out; no I/O, no clock
+`records`     what the core keeps: trajectories, groups, leases
 `pool`        columnar storage of the tokens of live trajectories
 `sampler`     which groups a batch holds
 `messages`    what goes on the wire

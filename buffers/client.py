@@ -1,4 +1,4 @@
-"""The other end of the buffer's socket: one blocking client for ranks and the feeder, one asyncio client for workers."""
+"""The other end of the buffer's socket: a blocking client for ranks and the feeder, an asyncio client for workers."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class AsyncClient:
 
     async def send(self, message: m.Message, frames: Sequence[memoryview] = ()) -> None:
         async with self._sending:
-            await self._socket.send_multipart([m.encode(message), *frames])
+            await self._socket.send_multipart([m.encode(message), *frames])  # pyright: ignore[reportUnknownMemberType]
 
     async def append(self, chunks: m.Chunks) -> None:
         await self._window.acquire()

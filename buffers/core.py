@@ -14,14 +14,14 @@
     core.handle("rank0", Take(0))                  # -> Batch
     core.handle("rank0", Commit(lease, 1))         # -> Committed, News to "w", Credit to the feeder
 
-Every ticket is in exactly one state, and `issued = trained + expired + failed + cancelled + in flight` after every call.
+Every ticket is in one state, and `issued = trained + expired + failed + cancelled + in flight` after every call.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +30,11 @@ from buffers import messages as m
 from buffers import sampler
 from buffers.errors import ProtocolError
 from buffers.pool import Pool
+from buffers.records import Chunk, Group, Lease, Settings, State, Trajectory, Worker
 from staleness import bounds
-from staleness.bounds import OnStale
-from staleness.versions import Lineage, show
+from staleness.versions import show
 
-State = Literal["running", "ready", "leased", "trained", "expired", "failed", "cancelled"]
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 class Send(NamedTuple):
@@ -42,88 +42,7 @@ class Send(NamedTuple):
 
     to: str
     message: m.Message
-    frames: list[memoryview] = []
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Sizes in trajectories, lengths in tokens; see `buffers/config.py` and `staleness/config.py`."""
-
-    batch: int
-    group: int
-    max_staleness: int
-    max_tokens: int
-    slack: int = 0
-    on_stale: OnStale = "mask"
-    max_consecutive_failed_groups: int = 8
-    lineage: Lineage = Lineage()
-
-    @property
-    def limit(self) -> int:
-        """Most trajectories in flight."""
-        return bounds.capacity(max_staleness=self.max_staleness, batch=self.batch, slack=self.slack)
-
-
-class Chunk(NamedTuple):
-    """One accepted append: where it starts, how many tokens, sampled at which version."""
-
-    offset: int
-    length: int
-    version: int
-
-
-@dataclass(eq=False)
-class Trajectory:
-    """One ticket and what has been streamed for it; the tokens are in the pool."""
-
-    ticket: int
-    group: Group
-    member: int
-    state: State = "running"
-    worker: str | None = None
-    chunks: list[Chunk] = field(default_factory=list)
-    finish_reason: str = ""
-    reward: float | None = None
-    error: str = ""
-    mask: NDArray[np.bool_] | None = None
-
-    @property
-    def versions(self) -> int:
-        return len({chunk.version for chunk in self.chunks})
-
-
-@dataclass(eq=False)
-class Group:
-    """The n trajectories of one prompt. `serial` counts groups in order of issue."""
-
-    serial: int
-    prompt: m.Prompt
-    issued_at: int
-    members: list[Trajectory] = field(default_factory=list)
-
-    @property
-    def complete(self) -> bool:
-        return all(member.state != "running" for member in self.members)
-
-    def having(self, state: State) -> list[Trajectory]:
-        return [member for member in self.members if member.state == state]
-
-    @property
-    def rewards(self) -> list[float]:
-        return [member.reward for member in self.members if member.reward is not None]
-
-
-@dataclass(eq=False)
-class Worker:
-    slots: int
-    tickets: set[int] = field(default_factory=set)
-
-
-@dataclass(frozen=True)
-class Lease:
-    id: int
-    version: int
-    trajectories: list[Trajectory]
+    frames: Sequence[memoryview] = ()
 
 
 class Core:
@@ -231,7 +150,7 @@ class Core:
         good = np.flatnonzero(fits)
         if not good.size:
             return
-        columns = zip(ticket[good].tolist(), offset[good].tolist(), length[good].tolist(), version[good].tolist())
+        columns = zip(*(column[good].tolist() for column in (ticket, offset, length, version)), strict=True)
         for owner, *chunk in columns:
             self.trajectories[owner].chunks.append(Chunk(*chunk))
         chosen = at[good]
@@ -392,7 +311,8 @@ class Core:
         for index, member in members:
             row = self.pool.row(member.ticket)
             length = int(self.pool.length[row])
-            assert member.mask is not None and member.reward is not None
+            assert member.mask is not None
+            assert member.reward is not None
             trainable = int(member.mask.sum())
             nonfinite = int((~np.isfinite(self.pool.logprobs[row, :length])).sum())
             self.masked_nonfinite += nonfinite
@@ -509,8 +429,8 @@ class Core:
     def _ended(self) -> bool:
         return self.feed_ended and self.in_flight == 0
 
-    def _send(self, to: str, message: m.Message, frames: list[memoryview] | None = None) -> None:
-        self._out.append(Send(to, message, frames or []))
+    def _send(self, to: str, message: m.Message, frames: Sequence[memoryview] = ()) -> None:
+        self._out.append(Send(to, message, frames))
 
     # --- accounts ----------------------------------------------------------------------------------------------
 
@@ -551,5 +471,5 @@ class Core:
         assert self.counts["leased"] == sum(len(lease.trajectories) for lease in self.leases.values())
 
 
-def _concatenate(parts: list[NDArray[np.generic]], dtype: type[np.generic]) -> NDArray:
+def _concatenate(parts: list[NDArray[Scalar]], dtype: type[Scalar]) -> NDArray[Scalar]:
     return np.concatenate(parts) if parts else np.empty(0, dtype)

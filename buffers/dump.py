@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from buffers.core import Chunk, Core
+from buffers.core import Core
+from buffers.records import Chunk
 
 FORMAT = 1
 

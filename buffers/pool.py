@@ -14,7 +14,8 @@ class Pool:
     """`rows` trajectories of at most `max_tokens` sampled tokens each.
 
     A ticket id is `serial * rows + row`, so that a row is found without a table and a late message for the row's
-    former ticket is recognised. Attempts start at 1; 0 closes a row to appends. Memory is 16 bytes per token of capacity, touched only as it fills.
+    former ticket is recognised. Attempts start at 1; 0 closes a row to appends. Memory is 16 bytes per token of
+    capacity, touched only as it fills.
     """
 
     def __init__(self, rows: int, max_tokens: int) -> None:

@@ -158,7 +158,7 @@ def _model(parser: argparse.ArgumentParser) -> None:
 
 
 def _fetch(name: str) -> int:
-    return _module("async_rl.model", name)
+    return _module("async_rl.fetch", name)
 
 
 def _buffer(parser: argparse.ArgumentParser) -> None:

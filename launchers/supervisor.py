@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import psutil
 from launchers.devices import Place
 from launchers.errors import ComponentDied, StartTimeout
 
+ANYWHERE = Place()
 KILL_S = 5.0
 """Longest time between the decision to end everything and its end."""
 
@@ -38,7 +40,7 @@ class Supervisor:
         self.children: list[Child] = []
         (folder / "logs").mkdir(exist_ok=True)
 
-    def start(self, role: str, module: str, rank: int, place: Place = Place()) -> Child:
+    def start(self, role: str, module: str, rank: int, place: Place = ANYWHERE) -> Child:
         """Starts `python -m module --run FOLDER` with its output in `logs/`."""
         name = f"{role}{rank}"
         log = self.folder / "logs" / f"{name}.log"
@@ -91,10 +93,8 @@ class Supervisor:
                 child.process.terminate()
         deadline = time.monotonic() + KILL_S / 2
         for child in self.children:
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 child.process.wait(max(0.05, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                pass
             _kill_group(child.process.pid)
         for process in descendants:
             try:

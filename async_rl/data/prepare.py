@@ -12,7 +12,7 @@ from async_rl.config import Config, DataConfig
 from async_rl.data import sources
 from async_rl.data.prompts import Prompts
 from async_rl.errors import DataError
-from async_rl.model import tokenizer_of
+from async_rl.tokenizer import tokenizer_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from async_rl.learner.policy import Policy
 from async_rl.learner.state import LATEST, STATE, State
-from async_rl.model import tokenizer_of
+from async_rl.tokenizer import tokenizer_of
 
 
 def save(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, state: State) -> Path:

@@ -68,7 +68,8 @@ def token_logprobs(
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
     """(log-prob of each target, entropy in nats), both float32, of softmax(hidden @ head.T / temperature).
 
-    Differentiable in `hidden` and `head` through the log-probs. The entropy is nan but for one token in `ENTROPY_EVERY`.
+    Differentiable in `hidden` and `head` through the log-probs. The entropy is nan but for one token in
+    `ENTROPY_EVERY`.
     """
     logprobs, entropies = _TokenLogprobs.apply(hidden, head, targets, temperature)
     return logprobs, entropies

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -107,4 +108,4 @@ class Streamer:
 def _runs(values: list[int]) -> list[tuple[int, int]]:
     """(start, stop) of each run of equal values."""
     edges = [0, *(i for i in range(1, len(values)) if values[i] != values[i - 1]), len(values)]
-    return [(start, stop) for start, stop in zip(edges, edges[1:], strict=False) if stop > start]
+    return [(start, stop) for start, stop in pairwise(edges) if stop > start]

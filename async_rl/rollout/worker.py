@@ -31,7 +31,7 @@ class Worker:
     def __init__(self, run: process.Run, engine: Engine) -> None:
         config = run.config
         self.run, self.config, self.engine = run, config, engine
-        self.tokenizer = model.tokenizer_of(config.model.path)
+        self.tokenizer = tokenizer_of(config.model.path)
         self.client = AsyncClient(read_endpoint(run.folder / "buffer.endpoint"), run.name, config.rollout.slots)
         self.receiver = Receiver(engine, run.folder, config.rollout.dtype)
         self.streamer = Streamer(chunk_tokens=config.rollout.chunk_tokens, flush_s=config.rollout.flush_ms / 1000)

@@ -131,8 +131,8 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
         ("tags not the engine's", str(summary.span_mismatches)),
         (
             "tickets",
-            f"{tickets.issued} issued = {tickets.trained} trained + {tickets.expired} expired + {tickets.failed} failed "
-            f"+ {tickets.cancelled} cancelled + {tickets.in_flight} in flight",
+            f"{tickets.issued} issued = {tickets.trained} trained + {tickets.expired} expired "
+            f"+ {tickets.failed} failed + {tickets.cancelled} cancelled + {tickets.in_flight} in flight",
         ),
     ]
 

@@ -73,9 +73,9 @@ class Writer:
 
 @contextmanager
 def hold(manifest: Manifest) -> Iterator[None]:
-    """Keeps the writer off the manifest's segment for the length of the block. Raises `Overtaken` at once if too late."""
+    """Keeps the writer off the manifest's segment for the length of the block; raises `Overtaken` if too late."""
     try:
-        file = Path(manifest.segment).open("rb")
+        file = Path(manifest.segment).open("rb")  # noqa: SIM115 - closed below
     except FileNotFoundError as error:
         raise WeightsError(f"the segment {manifest.segment} is gone: the learner has ended") from error
     with file:

@@ -13,7 +13,7 @@ from async_rl.data import sources
 from async_rl.data.prepare import prepare
 from async_rl.data.prompts import Prompts, order
 from async_rl.errors import ConfigError, DataError
-from async_rl.model import tokenizer_of
+from async_rl.tokenizer import tokenizer_of
 
 ROWS = [{"prompt": f"What is {i}?", "answer": i} for i in range(10)]
 

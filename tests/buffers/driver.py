@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from buffers import messages as m
-from buffers.core import Core, Send, Settings
+from buffers.core import Core, Send
+from buffers.records import Settings
 
 
 def prompt(index: int, epoch: int = 0, tokens: int = 3) -> m.Prompt:

@@ -97,7 +97,8 @@ def test_an_outcome_whose_length_is_not_what_was_stored_fails_the_trajectory() -
 
 
 def test_nothing_is_issued_before_the_first_version_is_published() -> None:
-    from buffers.core import Core, Settings
+    from buffers.core import Core
+    from buffers.records import Settings
 
     core = Core(Settings(batch=4, group=2, max_staleness=1, max_tokens=8))
     assert core.handle("feeder", m.Hello("feeder")) == []

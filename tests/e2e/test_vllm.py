@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from async_rl import model
+from async_rl import fetch
 from async_rl.config import parse
 from async_rl.errors import RequestRefused
 from async_rl.rollout.engines.protocol import Delta, Request
@@ -145,7 +145,7 @@ def test_behaviour_logprobs_are_the_learners_at_temperature_06(
 
 def test_a_run_with_vllm_and_a_real_model(tmp_path: Path) -> None:
     """SmolLM2-135M, three steps, in flight across updates."""
-    smol = model.fetch("smollm2-135m")
+    smol = fetch.fetch("smollm2-135m")
     config = runs.config(
         smol,
         tmp_path,
