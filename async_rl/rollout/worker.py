@@ -72,6 +72,7 @@ class Worker:
         nap = self.config.rollout.flush_ms / 4000
         while True:
             await asyncio.sleep(nap)
+            self.busy.tick()
             if self.streamer.due(time.monotonic()):
                 await self._flush()
 

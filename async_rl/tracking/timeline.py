@@ -38,7 +38,12 @@ class Timeline:
 
 
 class BusyMeter:
-    """Turns a count of things in progress into busy intervals: busy while it is above zero."""
+    """Turns a count of things in progress into busy intervals: busy while it is above zero.
+
+    An interval that is not over is written piece by piece, so that a process that is killed loses one piece at most.
+    """
+
+    PIECE_S = 1.0
 
     def __init__(self, timeline: Timeline, name: str) -> None:
         self._timeline = timeline
@@ -54,7 +59,17 @@ class BusyMeter:
     def __exit__(self, *_: object) -> None:
         self._count -= 1
         if self._count == 0:
-            self._timeline.add(self._name, self._since, time.time(), busy=True)
+            self._write(time.time())
+
+    def tick(self) -> None:
+        """Called now and then; writes what has been going on for longer than a piece."""
+        now = time.time()
+        if self._count and now - self._since >= self.PIECE_S:
+            self._write(now)
+
+    def _write(self, now: float) -> None:
+        self._timeline.add(self._name, self._since, now, busy=True)
+        self._since = now
 
 
 def merge(folder: Path) -> Path:
