@@ -3,6 +3,7 @@
 `core`        the state machine: events in, messages out; no I/O, no clock
 `records`     what the core keeps: trajectories, groups, leases
 `pool`        columnar storage of the tokens of live trajectories
+`appends`     which chunks of a message are stored
 `sampler`     which groups a batch holds
 `messages`    what goes on the wire
 `server`      the core on a ZeroMQ ROUTER socket

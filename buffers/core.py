@@ -26,8 +26,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from buffers import appends, sampler
 from buffers import messages as m
-from buffers import sampler
 from buffers.errors import ProtocolError
 from buffers.pool import Pool
 from buffers.records import Chunk, Group, Lease, Settings, State, Trajectory, Worker
@@ -108,61 +108,19 @@ class Core:
     def append(self, peer: str, seq: int, chunks: m.Chunks) -> list[Send]:
         """Stores the chunks that fit, refuses the others one by one, acknowledges the message.
 
-        A chunk fits if its ticket is running under that attempt and its offset is the trajectory's length. What is
-        stored already is ignored; a gap is refused with the offset to resend from; a foreign ticket is `fenced`.
+        See `buffers/appends.py` for what fits. A gap is refused with the offset to resend from; a ticket that is not
+        the sender's (any more) is `fenced`.
         """
-        refused: list[m.Refusal] = []
-        rows = chunks.ticket % self.pool.rows
-        token_ends = np.cumsum(chunks.length, dtype=np.int64)
-        left = np.arange(rows.size)
-        while left.size:
-            # A row may have several chunks in one message, one per version: take the first of each, then the next.
-            _, first = np.unique(rows[left], return_index=True)
-            now = left[np.sort(first)]
-            left = np.delete(left, first)
-            self._append_distinct(chunks, now, rows, token_ends, refused)
+        newest = -1 if self.version is None else self.version
+        stored, refused = appends.store(self.pool, chunks, newest)
+        columns = (chunks.ticket, chunks.offset, chunks.length, chunks.version)
+        for ticket, *chunk in zip(*(column[stored].tolist() for column in columns), strict=True):
+            self.trajectories[ticket].chunks.append(Chunk(*chunk))
+        self.chunks += stored.size
+        self.tokens += int(chunks.length[stored].sum())
         self.refused_chunks += len(refused)
         self._send(peer, m.Ack(seq, refused))
         return self._settle()
-
-    # --- appends -----------------------------------------------------------------------------------------------
-
-    def _append_distinct(
-        self,
-        chunks: m.Chunks,
-        at: NDArray[np.int64],
-        rows: NDArray[np.int64],
-        token_ends: NDArray[np.int64],
-        refused: list[m.Refusal],
-    ) -> None:
-        """One chunk a row: `at` indexes the chunks, all of different rows."""
-        row, ticket, offset, length = rows[at], chunks.ticket[at], chunks.offset[at], chunks.length[at]
-        version = chunks.version[at]
-        known = self.pool.length[row]
-        newest = -1 if self.version is None else self.version
-        live = (self.pool.ticket[row] == ticket) & (self.pool.attempt[row] == chunks.attempt[at])
-        valid = (offset.astype(np.int64) + length <= self.pool.max_tokens) & (version <= newest) & (version >= 0)
-        repeat = live & (offset.astype(np.int64) + length <= known)
-        fits = live & valid & (offset == known)
-        for i in np.flatnonzero(~fits & ~repeat):
-            reason = "fenced" if not live[i] else "gap" if valid[i] else "invalid"
-            refused.append(m.Refusal(int(ticket[i]), reason, int(known[i]) if live[i] else 0))
-        good = np.flatnonzero(fits)
-        if not good.size:
-            return
-        columns = zip(*(column[good].tolist() for column in (ticket, offset, length, version)), strict=True)
-        for owner, *chunk in columns:
-            self.trajectories[owner].chunks.append(Chunk(*chunk))
-        chosen = at[good]
-        if chosen.size == chunks.ticket.size:
-            tokens, logprobs = chunks.tokens, chunks.logprobs
-        else:
-            spans = [slice(int(token_ends[c]) - int(chunks.length[c]), int(token_ends[c])) for c in chosen]
-            tokens = np.concatenate([chunks.tokens[span] for span in spans])
-            logprobs = np.concatenate([chunks.logprobs[span] for span in spans])
-        self.pool.write(row[good], offset[good], length[good], version[good], tokens, logprobs)
-        self.tokens += tokens.size
-        self.chunks += good.size
 
     # --- life of a trajectory ----------------------------------------------------------------------------------
 

@@ -19,8 +19,9 @@ from async_rl.errors import ConfigError
 from async_rl.learner import state
 from async_rl.tracking import plot, summary, timeline
 from async_rl.tracking.display import Display
-from async_rl.tracking.metrics import MetricsReader, Record, read
+from async_rl.tracking.metrics import MetricsReader, Record, read, truncate
 from async_rl.tracking.mlflow_log import MlflowLog, uri_of
+from async_rl.weights.manifest import MANIFEST
 from buffers import messages as m
 from buffers.client import Client, read_endpoint
 from launchers import devices
@@ -35,6 +36,7 @@ def launch(config: Config, folder: Path) -> summary.Summary:
     """Runs `config` in `folder` (new, or that of a run to resume) and returns what it came to. Never raises for a
     failed run: the summary says so."""
     begun = time.monotonic()
+    _forget_the_past(folder)
     (folder / "config.yaml").write_text(configuration.dump(config))
     run = _Run(config, folder)
     with Display(folder.name, config.steps, folder) as display:
@@ -68,6 +70,8 @@ class _Run:
         self.feeder: Feeder | None = None
         self.client: Client | None = None
         self.interrupted = 0
+        self._limit = 0.0
+        self._ticked = 0.0
 
     def go(self, display: Display, tracker: MlflowLog | None) -> None:
         """The run, from the first process to the last step."""
@@ -94,8 +98,6 @@ class _Run:
     def _start(self, display: Display, deadline: float) -> None:
         display.line(f"run folder {self.folder}")
         supervisor, folder = self.supervisor, self.folder
-        for stale in ("buffer.endpoint", "rendezvous", "weights.json"):
-            (folder / stale).unlink(missing_ok=True)
         supervisor.start("buffer", "async_rl.buffer_process", 0)
         if not (folder / "prompts.npz").exists():
             display.line("preparing prompts")
@@ -160,7 +162,7 @@ class _Run:
 
     def _every(self, seconds: float) -> bool:
         now = time.monotonic()
-        if now - getattr(self, "_ticked", 0.0) < seconds:
+        if now - self._ticked < seconds:
             return False
         self._ticked = now
         return True
@@ -171,6 +173,14 @@ class _Run:
         self.supervisor.end()
         for segment in Path("/dev/shm").glob(f"async-rl-{self.folder.name}-{self.folder.stat().st_ino}-*"):
             segment.unlink(missing_ok=True)
+
+
+def _forget_the_past(folder: Path) -> None:
+    """Removes what an earlier life of the run left that the checkpoint does not know of."""
+    for stale in ("buffer.endpoint", "rendezvous", MANIFEST, *(folder / "errors").glob("*.txt")):
+        (folder / stale).unlink(missing_ok=True)
+    found = state.latest(folder / "checkpoints")
+    truncate(folder, found[1].step if found else 0)
 
 
 def new_folder(config: Config) -> Path:

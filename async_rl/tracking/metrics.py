@@ -48,3 +48,11 @@ class MetricsReader:
 def read(folder: Path) -> list[Record]:
     """All steps of a run."""
     return list(MetricsReader(folder).new())
+
+
+def truncate(folder: Path, step: int) -> None:
+    """Keeps the steps up to `step`: those after the checkpoint that a run resumes from are made again."""
+    path = folder / FILE
+    if path.exists():
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step))

@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 
 from async_rl.errors import WeightsError
 
+MANIFEST = "weights.json"
+"""File in the run's folder that describes the newest publication."""
+
 
 class TensorEntry(Struct, frozen=True):
     """One tensor: `offset` and `nbytes` in the segment, `dtype` by its torch name, `checksum` as in `checksum`."""

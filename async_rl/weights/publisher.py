@@ -9,10 +9,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from async_rl.weights.manifest import Manifest, Probe
+from async_rl.weights.manifest import MANIFEST, Manifest, Probe
 from async_rl.weights.shm import Writer
-
-MANIFEST = "weights.json"
 
 
 class Publisher:

@@ -12,8 +12,7 @@ import numpy as np
 
 from async_rl.errors import WeightsError
 from async_rl.weights import shm
-from async_rl.weights.manifest import Manifest
-from async_rl.weights.publisher import MANIFEST
+from async_rl.weights.manifest import MANIFEST, Manifest
 
 PROBE_LIMITS = {"bfloat16": 0.1, "float32": 1e-3}
 """Largest mean |learner - engine| log-prob of a probe, by the engine's compute type. Two honest bfloat16 passes over a

@@ -14,8 +14,8 @@ import torch
 
 from async_rl.errors import WeightsError
 from async_rl.weights import shm
-from async_rl.weights.manifest import Manifest, Probe, check_names, checksum
-from async_rl.weights.publisher import MANIFEST, Publisher
+from async_rl.weights.manifest import MANIFEST, Manifest, Probe, check_names, checksum
+from async_rl.weights.publisher import Publisher
 from async_rl.weights.receiver import Receiver
 
 TENSORS = [("a", torch.arange(6.0).view(2, 3)), ("b.weight", torch.full((5,), -1.5))]

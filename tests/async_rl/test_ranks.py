@@ -1,0 +1,101 @@
+"""The same samples give the same gradient in any micro-batching on one rank and on two (failures.md 22).
+
+Plain SGD with learning rate 1 turns the gradient into a difference of weights.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+
+from async_rl.config import parse
+from async_rl.learner import checkpoint
+from async_rl.learner.batch import Plan, plan, share
+from async_rl.learner.policy import load, shard
+from async_rl.learner.step import Stepper, learning_rate
+from buffers import messages as m
+
+LENGTHS = [3, 7, 1, 5, 9, 2, 4, 6]
+REWARDS = [1.0, 0.0, 0.0, 0.5, 0.2, 0.9, 0.3, 0.3]
+GROUPS = [0, 0, 0, 1, 1, 1, 2, 2]  # the last group has no gradient
+PROMPTS = [4, 6, 5]
+
+
+def a_batch() -> m.Batch:
+    rows = [
+        m.BatchRow(i, group, i, PROMPTS[group], length, length, reward)
+        for i, (group, length, reward) in enumerate(zip(GROUPS, LENGTHS, REWARDS, strict=True))
+    ]
+    known = [[reward for reward, g in zip(REWARDS, GROUPS, strict=True) if g == group] for group in range(3)]
+    return m.Batch(0, 0, rows, known, m.Stats())
+
+
+def fetched(rows: list[m.BatchRow]) -> m.SampleArrays:
+    """Tokens that depend on the ticket only, as every rank would fetch them."""
+    each = [np.random.default_rng(row.ticket) for row in rows]
+    tokens = [rng.integers(2, 250, row.length) for rng, row in zip(each, rows, strict=True)]
+    logprobs = [-4 + rng.normal(0, 1, row.length) for rng, row in zip(each, rows, strict=True)]
+    groups = dict.fromkeys(row.group for row in rows)
+    prompts = [np.random.default_rng(100 + group).integers(2, 250, PROMPTS[group]) for group in groups]
+    masks = [np.arange(row.length) != 1 for row in rows]
+    empty = np.empty(0)
+    return m.SampleArrays(
+        tokens=np.concatenate([empty, *tokens]).astype(np.int32),
+        logprobs=np.concatenate([empty, *logprobs]).astype(np.float32),
+        versions=np.zeros(sum(row.length for row in rows), np.int64),
+        mask=np.concatenate([empty, *masks]).astype(np.uint8),
+        prompts=np.concatenate([empty, *prompts]).astype(np.int32),
+    )
+
+
+def one_step(rank: int, world: int, tokens: int, model: Path, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{world}-{tokens}", rank=rank, world_size=world)
+    config = parse({"data": {"path": "x"}, "learner": {"micro_batch_tokens": tokens, "clip_norm": 1e9}})
+    policy = load(str(model), 1.0, torch.device("cpu"))
+    shard(policy, init_device_mesh("cpu", (world,)), torch.float32)
+    stepper = Stepper(policy, torch.optim.SGD(policy.parameters(), lr=1.0), config)
+    planned: Plan = plan(a_batch(), ranks=world, advantage="grpo")
+    rows = planned.rows[rank]
+    mine = share(rows, planned.advantages[rank], fetched(rows), np.zeros(sum(row.length for row in rows), np.int64))
+    stepper.step(mine, tokens=planned.tokens, rate=1.0)
+    weights = {name: tensor.clone() for name, tensor in checkpoint.full_tensors(policy)}
+    if rank == 0:
+        torch.save(weights, folder / f"{world}-{tokens}.pt")
+    dist.destroy_process_group()
+
+
+def test_gradients_do_not_depend_on_ranks_or_micro_batches(tiny_model: Path, tmp_path: Path) -> None:
+    for world, tokens in [(1, 4096), (1, 1), (2, 4096), (2, 1)]:
+        mp.spawn(one_step, (world, tokens, tiny_model, tmp_path), nprocs=world)
+    before = dict(load(str(tiny_model), 1.0, torch.device("cpu")).model.named_parameters())
+    reference = torch.load(tmp_path / "1-4096.pt")
+    scale = max(float((reference[name] - before[name]).abs().max()) for name in reference)
+    assert scale > 1e-4
+    for other in ("1-1", "2-4096", "2-1"):
+        weights = torch.load(tmp_path / f"{other}.pt")
+        for name in reference:
+            torch.testing.assert_close(weights[name], reference[name], atol=1e-5 * scale, rtol=1e-6)
+
+
+def test_a_plan_keeps_groups_whole_and_counts_what_may_be_trained_on() -> None:
+    planned = plan(a_batch(), ranks=2, advantage="dr-grpo")
+    homes = [{row.group for row in rows} for rows in planned.rows]
+    assert homes[0].isdisjoint(homes[1])
+    assert homes[0] | homes[1] == {0, 1, 2}
+    assert planned.tokens == sum(LENGTHS)
+    assert planned.gradient
+    pairs = zip(planned.rows, planned.advantages, strict=True)
+    flat = {row.ticket: value for rows, values in pairs for row, value in zip(rows, values, strict=True)}
+    assert flat[0] == pytest.approx(2 / 3)
+    assert flat[6] == flat[7] == 0.0
+
+
+@pytest.mark.parametrize(("step", "expected"), [(0, 0.25), (2, 0.75), (3, 1.0), (100, 1.0)])
+def test_warm_up_is_linear(step: int, expected: float) -> None:
+    assert learning_rate(1.0, 3, step) == pytest.approx(expected)

@@ -1,0 +1,27 @@
+"""What needs an accelerator: `make test-gpu`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from async_rl.learner.packing import pack
+from async_rl.learner.policy import load
+from tests.async_rl.test_packing import segments
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
+
+
+def test_logprobs_and_gradients_on_a_gpu_are_those_of_the_cpu(tiny_model: Path) -> None:
+    results = []
+    for device in ("cpu", "cuda"):
+        policy = load(str(tiny_model), 0.7, torch.device(device))
+        (packed,) = pack(segments(), tokens=4096)
+        logprobs = policy(packed).logprobs
+        logprobs.sum().backward()
+        gradients = [parameter.grad.cpu() for parameter in policy.parameters()]  # type: ignore[union-attr]
+        results.append([logprobs.detach().cpu(), *gradients])
+    for cpu, gpu in zip(*results, strict=True):
+        torch.testing.assert_close(cpu, gpu, atol=1e-4, rtol=1e-3)
