@@ -34,5 +34,16 @@ test: setup
 test-gpu: setup
 	$(BIN)/pytest -m gpu
 
+# The figures that the README and the issues claim, one target each; an hour in all.
+proof: proof-quickstart proof-inflight proof-synchronous proof-asynchronous proof-refusals proof-trl
+
+proof-trl: setup
+	$(BIN)/pip install -q -c constraints.txt trl==1.16.0
+	$(BIN)/python -m experiments.trl_comparison.run --steps 16 --json experiments/proof/trl.json
+
+proof-%: setup
+	$(BIN)/async-rl model fetch smollm2-135m
+	$(BIN)/python -m experiments.proof.main_job $*
+
 clean:
 	rm -rf .venv runs

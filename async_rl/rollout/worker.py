@@ -18,6 +18,7 @@ from async_rl.rewards.runner import Rewards
 from async_rl.rollout.engines import make
 from async_rl.rollout.engines.protocol import Delta, Engine, Request
 from async_rl.rollout.streamer import Streamer
+from async_rl.tokenizer import tokenizer_of
 from async_rl.tracking.timeline import BusyMeter, Timeline
 from async_rl.weights.receiver import Receiver
 from buffers import messages as m

