@@ -27,9 +27,7 @@ def settings(config: Config, lineage: Lineage) -> Settings:
 
 def main() -> None:
     run = process.start("buffer")
-    found = state.latest(run.folder / "checkpoints")
-    lineage = found[1].lineage if found else Lineage()
-    core = Core(settings(run.config, lineage))
+    core = Core(settings(run.config, state.lineage(run.folder)))
     serve(core, run.folder / "buffer.endpoint", run.config.buffer.max_frame_bytes)
 
 

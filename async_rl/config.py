@@ -96,10 +96,10 @@ class RolloutConfig(Struct, frozen=True, forbid_unknown_fields=True):
     chunk_tokens: PositiveInt = 16
     """A trajectory's tokens are sent when this many are waiting, when `flush_ms` have passed, and at its end."""
     flush_ms: PositiveFloat = 100.0
-    """Longest time a sampled token waits at the worker, in milliseconds."""
+    """Age of the oldest waiting token at which everything is sent, in milliseconds; looked at four times as often."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute type of the engine."""
-    kv_cache_gib: PositiveFloat = 1.0
+    kv_cache_gib: PositiveInt = 1
     """KV cache of a vLLM engine on a CPU, in GiB."""
 
 
@@ -110,6 +110,8 @@ class AlgorithmConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """How a reward becomes an advantage within its group."""
     loss: Literal["ppo", "reinforce"] = "ppo"
     """`ppo` clips the ratio to the proximal policy; `reinforce` weights the score by the correction."""
+    sample_std: bool = False
+    """`grpo` divides by the sample standard deviation (n - 1) in place of the population's."""
     clip_low: Annotated[float, Meta(ge=0, le=1)] = 0.2
     """Lower clip of the `ppo` ratio: 1 - clip_low."""
     clip_high: Annotated[float, Meta(ge=0)] = 0.2
@@ -124,7 +126,7 @@ class LearnerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     learning_rate: PositiveFloat = 1e-6
     """AdamW learning rate after warm-up."""
     warmup_steps: Annotated[int, Meta(ge=0)] = 0
-    """Steps over which the learning rate grows linearly from 0."""
+    """Steps over which the learning rate grows linearly; the first has 1 / (warmup_steps + 1) of it."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW moment decay rates."""
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
@@ -174,6 +176,8 @@ class LaunchConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Give each pool its own CPU cores."""
     startup_s: PositiveFloat = 600.0
     """Longest time for everything to be ready."""
+    stall_s: PositiveFloat = 600.0
+    """Longest time in which neither a token is generated nor a batch trained, before the run fails."""
     shutdown_s: PositiveFloat = 30.0
     """Longest time for an orderly end after the first Ctrl-C."""
 

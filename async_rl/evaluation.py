@@ -22,6 +22,8 @@ BATCH = 25
 def answers(path: str, prompts: Prompts, max_tokens: int) -> list[str]:
     """Greedy responses of a model to all prompts, float32."""
     tokenizer = tokenizer_of(path)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
     policy = AutoModelForCausalLM.from_pretrained(model.resolve(path), dtype=torch.float32).eval()
     out: list[str] = []
     for start in range(0, len(prompts), BATCH):
@@ -34,14 +36,16 @@ def answers(path: str, prompts: Prompts, max_tokens: int) -> list[str]:
 
 
 def mean_reward(responses: list[str], prompts: Prompts, reward: RewardProcess) -> float:
-    """Mean over the prompts; a reward that fails counts as none and is said to have failed."""
-    total = 0.0
+    """Mean over the responses that could be scored; how many could not is said."""
+    scores: list[float] = []
     for response, row in zip(responses, prompts.rows, strict=True):
         try:
-            total += reward.score(response, row)
+            scores.append(reward.score(response, row))
         except RewardError as error:
-            print(f"warning: {error}")
-    return total / len(responses)
+            last = error
+    if len(scores) < len(responses):
+        print(f"warning: {len(responses) - len(scores)} responses could not be scored; the last error: {last}")
+    return sum(scores) / len(scores) if scores else float("nan")
 
 
 def main() -> None:

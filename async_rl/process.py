@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_rl.config import Config, load
+from async_rl.errors import ConfigError, DataError
 
 _PR_SET_PDEATHSIG = 1
 
@@ -34,9 +35,11 @@ class Run:
         return f"{self.role}{self.rank}"
 
 
-def die_with_parent(sig: int = signal.SIGKILL) -> None:
-    """Asks the kernel to signal this process when its parent ends, however the parent ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, sig, 0, 0, 0)
+def die_with_parent(parent: int) -> None:
+    """Asks the kernel to kill this process when its parent ends, however it ends; ends at once if that has happened."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def start(role: str) -> Run:
@@ -45,8 +48,9 @@ def start(role: str) -> Run:
     parser.add_argument("--run", type=Path, required=True, help="folder of the run")
     parser.add_argument("--rank", type=int, default=0, help="which one of its role")
     parser.add_argument("--cores", default="", help="CPU cores to stay on, comma-separated")
+    parser.add_argument("--parent", type=int, required=True, help="process to end with")
     args = parser.parse_args()
-    die_with_parent()
+    die_with_parent(args.parent)
     if args.cores:
         os.sched_setaffinity(0, {int(core) for core in args.cores.split(",")})
     run = Run(args.run, load(args.run / "config.yaml"), role, args.rank)
@@ -63,8 +67,8 @@ def guard(main: Callable[[], None]) -> None:
         main()
     except KeyboardInterrupt:
         sys.exit(130)
-    except Exception:
-        text = traceback.format_exc()
+    except Exception as error:
+        text = f"error: {error}" if isinstance(error, ConfigError | DataError) else traceback.format_exc()
         print(text, file=sys.stderr, flush=True)
         if _current:
             errors = _current[0].folder / "errors"

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from buffers.messages import Chunks, Refusal
 from buffers.pool import Int64s, Pool
 
 
-def store(pool: Pool, chunks: Chunks, newest: int) -> tuple[Int64s, list[Refusal]]:
+def store(pool: Pool, chunks: Chunks, newest: int, held: set[int]) -> tuple[Int64s, list[Refusal]]:
     """Writes the chunks that fit into the pool; returns their places in the message, and the refused ones.
 
-    A chunk fits if its ticket is open under that attempt, its offset is the trajectory's length and its version is at
-    most `newest`. What is stored already is neither stored nor refused. Rows are judged independently.
+    A chunk fits if its ticket is among those `held` by the sender and open under that attempt, its offset is the
+    trajectory's length and its version is at most `newest`. What is stored already is neither stored nor refused. Rows
+    are judged independently.
     """
     rows = chunks.ticket % pool.rows
+    ours = np.isin(chunks.ticket, np.fromiter(held, np.int64, len(held)))
     stored: list[Int64s] = []
     refused: list[Refusal] = []
     left = np.arange(rows.size)
@@ -22,19 +25,25 @@ def store(pool: Pool, chunks: Chunks, newest: int) -> tuple[Int64s, list[Refusal
         # A trajectory may have several chunks in one message, one per version: take the first of each, then the next.
         _, first = np.unique(rows[left], return_index=True)
         first.sort()
-        stored.append(_store_distinct(pool, chunks, left[first], rows, newest, refused))
+        stored.append(_store_distinct(pool, chunks, left[first], rows, ours, newest, refused))
         left = np.delete(left, first)
     return np.concatenate(stored) if stored else left, refused
 
 
 def _store_distinct(
-    pool: Pool, chunks: Chunks, at: Int64s, rows: Int64s, newest: int, refused: list[Refusal]
+    pool: Pool,
+    chunks: Chunks,
+    at: Int64s,
+    rows: Int64s,
+    ours: NDArray[np.bool_],
+    newest: int,
+    refused: list[Refusal],
 ) -> Int64s:
     """One chunk a row: `at` are places of chunks that are all of different rows."""
     row, ticket, version = rows[at], chunks.ticket[at], chunks.version[at]
     end = chunks.offset[at].astype(np.int64) + chunks.length[at]
     known = pool.length[row]
-    live = (pool.ticket[row] == ticket) & (pool.attempt[row] == chunks.attempt[at])
+    live = ours[at] & (pool.ticket[row] == ticket) & (pool.attempt[row] == chunks.attempt[at])
     valid = (end <= pool.max_tokens) & (version <= newest) & (version >= 0)
     fits = live & valid & (chunks.offset[at] == known)
     repeat = live & (end <= known)

@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from buffers import messages as m
-from buffers.errors import BufferGone, Exhausted, ProtocolError
+from buffers.errors import BufferGone, ProtocolError
 
 Reply = TypeVar("Reply", bound=m.Message)
 TIMEOUT_S = 60.0
@@ -33,13 +33,8 @@ def _options(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, name: str) -> None:
 
 
 def _raise(message: m.Message) -> None:
-    match message:
-        case m.Rejected(reason):
-            raise ProtocolError(f"the buffer refused a message: {reason}")
-        case m.ExhaustedReply(reason):
-            raise Exhausted(reason)
-        case _:
-            return
+    if isinstance(message, m.Rejected):
+        raise ProtocolError(f"the buffer refused a message: {message.reason}")
 
 
 class Client:

@@ -62,7 +62,6 @@ class Core:
             ("running", "ready", "leased", "trained", "expired", "failed", "cancelled"), 0
         )
         self.submitted = 0
-        self.feed_ended = False
         self.tokens = self.chunks = self.refused_chunks = self.refused_messages = 0
         self.masked_stale = self.masked_nonfinite = 0
         self.multi_version = self.span_mismatches = 0
@@ -84,9 +83,8 @@ class Core:
                 self._hello(peer, message)
             case m.Submit(prompts):
                 self._submit(peer, prompts)
-            case m.FeedEnded():
-                self.feed_ended = True
             case m.Outcomes(outcomes):
+                self._check_outcomes(peer, outcomes)
                 for outcome in outcomes:
                     self._outcome(peer, outcome)
             case m.Published(version):
@@ -99,8 +97,6 @@ class Core:
                 self._commit(peer, message)
             case m.Status():
                 self._send(peer, m.StatusReply(self.stats()))
-            case m.Bye():
-                self._bye(peer)
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not for the buffer")
         return self._settle()
@@ -111,8 +107,10 @@ class Core:
         See `buffers/appends.py` for what fits. A gap is refused with the offset to resend from; a ticket that is not
         the sender's (any more) is `fenced`.
         """
-        newest = -1 if self.version is None else self.version
-        stored, refused = appends.store(self.pool, chunks, newest)
+        # A version can be pulled a moment before its commit arrives here.
+        newest = -1 if self.version is None else self.version + 1
+        held = self.workers[peer].tickets if peer in self.workers else set[int]()
+        stored, refused = appends.store(self.pool, chunks, newest, held)
         columns = (chunks.ticket, chunks.offset, chunks.length, chunks.version)
         for ticket, *chunk in zip(*(column[stored].tolist() for column in columns), strict=True):
             self.trajectories[ticket].chunks.append(Chunk(*chunk))
@@ -133,12 +131,6 @@ class Core:
                 self._send(peer, m.News(self.version, changed=True))
         elif hello.role == "feeder":
             self.feeder = peer
-
-    def _bye(self, peer: str) -> None:
-        worker = self.workers.get(peer)
-        if worker and worker.tickets:
-            raise ProtocolError(f"worker {peer!r} left with {len(worker.tickets)} tickets")
-        self.workers.pop(peer, None)
 
     def _submit(self, peer: str, prompts: list[m.Prompt]) -> None:
         if peer != self.feeder:
@@ -162,11 +154,19 @@ class Core:
             self.counts["running"] += 1
             self._waiting.append(trajectory)
 
+    def _check_outcomes(self, peer: str, outcomes: list[m.Outcome]) -> None:
+        tickets = self.workers[peer].tickets if peer in self.workers else set[int]()
+        wrong = [o.ticket for o in outcomes if o.ticket not in tickets or o.attempt != self._attempt(o.ticket)]
+        if wrong or len({outcome.ticket for outcome in outcomes}) < len(outcomes):
+            raise ProtocolError(f"tickets {wrong[:4]} are not running at {peer!r} under that attempt, or came twice")
+
+    def _attempt(self, ticket: int) -> int:
+        return int(self.pool.attempt[self.pool.row(ticket)])
+
     def _outcome(self, peer: str, outcome: m.Outcome) -> None:
-        trajectory = self.trajectories.get(outcome.ticket)
-        if trajectory is None or trajectory.worker != peer or trajectory.state != "running":
-            raise ProtocolError(f"ticket {outcome.ticket} is not running at {peer!r}")
-        length = int(self.pool.length[self.pool.row(outcome.ticket)])
+        trajectory = self.trajectories[outcome.ticket]
+        row = self.pool.row(outcome.ticket)
+        length = int(self.pool.length[row])
         self.pool.seal(outcome.ticket)
         self.workers[peer].tickets.discard(outcome.ticket)
         trajectory.finish_reason = outcome.finish_reason
@@ -176,6 +176,9 @@ class Core:
             status, error = "failed", f"{length} tokens stored, the worker counts {outcome.length}"
         if status == "finished" and length == 0:
             status, error = "failed", "the response is empty"
+        if status == "finished" and not np.isfinite(self.pool.logprobs[row, :length]).any():
+            self.masked_nonfinite += length
+            status, error = "failed", "the engine gave no token a finite log-prob"
         if status == "finished" and (outcome.reward is None or not np.isfinite(outcome.reward)):
             status, error = "failed", f"the reward is {outcome.reward}"
         if status == "finished":
@@ -241,13 +244,9 @@ class Core:
         if sum(count for _, count in offerable) < self.settings.batch and not self._stalled():
             return
         chosen = [self.ready.pop(serial) for serial in sampler.oldest(offerable, self.settings.batch)]
-        if not chosen:
-            if self._ended():
-                self._take = None
-                self._send(peer, m.ExhaustedReply("the prompts have ended and nothing is in flight"))
-            return
-        self._take = None
-        self._lease(peer, version, chosen)
+        if chosen:
+            self._take = None
+            self._lease(peer, version, chosen)
 
     def _mask(self, group: Group, version: int) -> int:
         """Applies the bound to a ready group; returns how many of its members may be trained on."""
@@ -381,11 +380,7 @@ class Core:
 
     def _stalled(self) -> bool:
         """Nothing more can become ready before the next commit: a batch short of B is better than none."""
-        idle = self.counts["running"] == 0 and not self.leases
-        return idle and (self.feed_ended or self._allowed_groups() == 0)
-
-    def _ended(self) -> bool:
-        return self.feed_ended and self.in_flight == 0
+        return self.counts["running"] == 0 and not self.leases and self._allowed_groups() == 0
 
     def _send(self, to: str, message: m.Message, frames: Sequence[memoryview] = ()) -> None:
         self._out.append(Send(to, message, frames))

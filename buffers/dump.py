@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffers.core import Core
+from buffers.errors import DumpError
 from buffers.records import Chunk
 
 FORMAT = 1
@@ -74,7 +75,7 @@ def read(path: Path) -> Iterator[Record]:
     """The trajectories of a dump, in order of their tickets' issue."""
     with np.load(path) as file:
         if int(file["format"]) != FORMAT:
-            raise ValueError(f"{path} has dump format {int(file['format'])}; this version reads {FORMAT}")
+            raise DumpError(f"{path} has dump format {int(file['format'])}; this version reads {FORMAT}")
         tokens, logprobs, versions = file["tokens"], file["logprobs"], file["versions"]
         start = 0
         for head in json.loads(str(file["heads"])):

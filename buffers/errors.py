@@ -11,9 +11,9 @@ class ProtocolError(BufferFailure, ValueError):
     """A message that breaks the protocol: malformed, out of order, or from a peer that may not send it."""
 
 
-class Exhausted(BufferFailure, RuntimeError):
-    """No further batch can come: the prompts have ended and nothing is in flight."""
-
-
 class BufferGone(BufferFailure, TimeoutError):
     """The buffer did not answer within its deadline."""
+
+
+class DumpError(BufferFailure, ValueError):
+    """A dump that does not exist or does not hold what was asked for."""

@@ -5,19 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from buffers.dump import Record, read
-from buffers.errors import ProtocolError
+from buffers.errors import DumpError
 from staleness.versions import show as show_version
 
 
 def show(path: Path, ticket: int | None = None) -> None:
     """The dump's trajectories; with `ticket` that one, else an overview and the one with most versions in full."""
     if not path.is_file():
-        raise ProtocolError(f"{path} does not exist: the run has not ended, or ended before the buffer was written")
+        raise DumpError(f"{path} does not exist: the run has not ended, or ended before the buffer was written")
     records = list(read(path))
     if ticket is not None:
         chosen = [record for record in records if record.ticket == ticket]
         if not chosen:
-            raise ProtocolError(f"ticket {ticket} is not in {path}; it holds {len(records)} others")
+            raise DumpError(f"ticket {ticket} is not in {path}; it holds {len(records)} others")
         _detail(chosen[0])
         return
     print(f"{len(records)} trajectories in flight at the end of the run")

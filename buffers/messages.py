@@ -48,10 +48,6 @@ class Submit(Message, frozen=True):
     prompts: list[Prompt]
 
 
-class FeedEnded(Message, frozen=True):
-    """Feeder: no further prompt will come."""
-
-
 class Append(Message, frozen=True):
     """Worker: chunks, in the frames that follow (`Chunks`). `seq` grows by one per message and is acknowledged."""
 
@@ -116,10 +112,6 @@ class Dump(Message, frozen=True):
     """Observer: write everything held to `path`; answered by `Dumped`."""
 
     path: str
-
-
-class Bye(Message, frozen=True):
-    """Any peer: it is about to close its socket on purpose."""
 
 
 # --- from the buffer to a peer ---------------------------------------------------------------------------------
@@ -258,27 +250,8 @@ class Rejected(Message, frozen=True):
     reason: str
 
 
-class ExhaustedReply(Message, frozen=True):
-    """To rank 0: no batch can be offered any more."""
-
-    reason: str
-
-
-Inbound = Hello | Submit | FeedEnded | Append | Outcomes | Published | Take | Fetch | Commit | Status | Dump | Bye
-Outbound = (
-    Tickets
-    | News
-    | Ack
-    | Credit
-    | Batch
-    | Samples
-    | Committed
-    | StatusReply
-    | Dumped
-    | Fatal
-    | Rejected
-    | ExhaustedReply
-)
+Inbound = Hello | Submit | Append | Outcomes | Published | Take | Fetch | Commit | Status | Dump
+Outbound = Tickets | News | Ack | Credit | Batch | Samples | Committed | StatusReply | Dumped | Fatal | Rejected
 
 _encoder = msgspec.msgpack.Encoder()
 _inbound = msgspec.msgpack.Decoder(Inbound)
@@ -354,8 +327,10 @@ class Chunks:
         rows = chunks.ticket.size
         if not rows == chunks.attempt.size == chunks.offset.size == chunks.length.size == chunks.version.size:
             raise ProtocolError("chunk columns differ in length")
-        if rows and (chunks.length.min() < 1 or chunks.offset.min() < 0 or chunks.ticket.min() < 0):
-            raise ProtocolError("a chunk has a negative ticket or offset, or no tokens")
+        if rows and (
+            chunks.length.min() < 1 or chunks.offset.min() < 0 or chunks.ticket.min() < 0 or chunks.attempt.min() < 1
+        ):
+            raise ProtocolError("a chunk has a negative ticket or offset, an attempt below 1, or no tokens")
         total = int(chunks.length.sum(dtype=np.int64))
         if not total == chunks.tokens.size == chunks.logprobs.size:
             raise ProtocolError(f"lengths add up to {total} tokens, but {chunks.tokens.size} came")
@@ -366,8 +341,8 @@ class Chunks:
 class SampleArrays:
     """Fetched trajectories as columns, in the order asked for.
 
-    `prompts` is the concatenation of the prompts of `prompt_of` distinct groups, in order of first use; the other
-    columns concatenate the sampled tokens. `mask` is 1 where a token may be trained on.
+    `prompts` concatenates the prompts of the trajectories' groups, each once, in order of first use; the other columns
+    concatenate the sampled tokens. `mask` is 1 where a token may be trained on.
     """
 
     tokens: NDArray[np.int32]

@@ -10,11 +10,14 @@ Int32s = NDArray[np.int32]
 Floats = NDArray[np.float32]
 
 
+SEALED = -1
+
+
 class Pool:
     """`rows` trajectories of at most `max_tokens` sampled tokens each.
 
     A ticket id is `serial * rows + row`, so that a row is found without a table and a late message for the row's
-    former ticket is recognised. Attempts start at 1; 0 closes a row to appends. Memory is 16 bytes per token of
+    former ticket is recognised. Attempts start at 1; `SEALED` closes a row to appends. Memory is 16 bytes per token of
     capacity, touched only as it fills.
     """
 
@@ -46,7 +49,7 @@ class Pool:
 
     def seal(self, ticket: int) -> None:
         """Closes a finished trajectory to appends; its tokens stay."""
-        self.attempt[self.row(ticket)] = 0
+        self.attempt[self.row(ticket)] = SEALED
 
     def close(self, ticket: int) -> None:
         """Frees the row of a ticket that has ended."""

@@ -119,12 +119,14 @@ def _run_train(args: argparse.Namespace) -> int:
 def check(config: Config, resumed: Path | None) -> None:
     """What can be known to be wrong before anything starts: model, devices, data, and whether a resumed run fits."""
     model.resolve(config.model.path)
-    devices.check(config, devices.gpu_count())
+    devices.check(config, len(devices.gpus_here()))
     train, _ = sources.split(sources.rows(config.data), config.data)
     sources.check_size(config, len(train))
-    found = state.latest(resumed / "checkpoints") if resumed else None
-    if found is None:
+    if resumed is None:
         return
+    found = state.latest(resumed / "checkpoints")
+    if found is None:
+        raise ConfigError("--resume", str(resumed), "this run has no checkpoint to go on from", "Start a new run")
     if found[1].fingerprint != sources.fingerprint(train):
         raise ConfigError(
             "--resume", str(resumed),

@@ -12,35 +12,38 @@ from async_rl.errors import ConfigError
 
 @dataclass(frozen=True)
 class Place:
-    """CPU cores to stay on (none: any) and GPUs to see (None: all there are)."""
+    """CPU cores to stay on (none: any) and GPUs to see."""
 
     cores: tuple[int, ...] = ()
-    gpus: tuple[int, ...] | None = None
+    gpus: tuple[str, ...] = ()
 
 
-def gpu_count() -> int:
-    """NVIDIA GPUs that the driver shows, found without torch."""
+def gpus_here() -> list[str]:
+    """Names of the NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them; found without torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name and name != "-1"]
     folder = Path("/proc/driver/nvidia/gpus")
-    return len(list(folder.iterdir())) if folder.is_dir() else 0
+    return [str(i) for i in range(len(list(folder.iterdir())))] if folder.is_dir() else []
 
 
 def check(config: Config, gpus: int) -> None:
-    """Refuses a request for GPUs that are not there."""
+    """Refuses a request for GPUs that are not there, and pools that would have to share what there is."""
     wanted = config.rollout.workers + config.learner.ranks
-    if config.launch.device == "cuda" and gpus < wanted:
+    if (config.launch.device == "cuda" or (config.launch.device == "auto" and gpus)) and gpus < wanted:
         raise ConfigError(
-            "launch.device", "cuda",
+            "launch.device", config.launch.device,
             f"disjoint pools of {config.rollout.workers} rollout workers and {config.learner.ranks} learner ranks need "
             f"{wanted} GPUs, and {gpus} are available",
             "Use fewer, or launch.device: cpu",
         )  # fmt: skip
 
 
-def places(config: Config, cores: list[int], gpus: int) -> tuple[list[Place], list[Place]]:
+def places(config: Config, cores: list[int], gpus: list[str]) -> tuple[list[Place], list[Place]]:
     """(workers, ranks): a GPU each where there are enough, else disjoint halves of the cores, shared out evenly."""
     workers, ranks = config.rollout.workers, config.learner.ranks
-    if config.launch.device != "cpu" and gpus >= workers + ranks:
-        every = [Place(gpus=(gpu,)) for gpu in range(workers + ranks)]
+    if config.launch.device != "cpu" and len(gpus) >= workers + ranks:
+        every = [Place(gpus=(gpu,)) for gpu in gpus[: workers + ranks]]
         return every[:workers], every[workers:]
     if not config.launch.pin_cores or len(cores) < 2:
         return [Place()] * workers, [Place()] * ranks

@@ -30,7 +30,7 @@ DISK_GIB = 5
 
 
 def main() -> int:
-    print(f"python {sys.version.split()[0]}, {len(devices.here())} cores, {devices.gpu_count()} GPUs\n\ninstalled")
+    print(f"python {sys.version.split()[0]}, {len(devices.here())} cores, {len(devices.gpus_here())} GPUs\n\ninstalled")
     for package in PACKAGES:
         try:
             print(f"  {package:<14} {importlib.metadata.version(package)}")

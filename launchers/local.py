@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -15,42 +17,35 @@ import msgspec
 from async_rl import config as configuration
 from async_rl.config import Config
 from async_rl.data.prompts import Prompts
-from async_rl.errors import ConfigError
+from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.learner import state
 from async_rl.tracking import plot, summary, timeline
 from async_rl.tracking.display import Display
 from async_rl.tracking.metrics import MetricsReader, Record, read, truncate
 from async_rl.tracking.mlflow_log import MlflowLog, uri_of
-from async_rl.weights.manifest import MANIFEST
+from async_rl.weights.manifest import MANIFEST, REHEARSAL
 from buffers import messages as m
 from buffers.client import Client, read_endpoint
+from buffers.errors import BufferFailure
 from launchers import devices
-from launchers.errors import Interrupted, LaunchError, RunFailed
+from launchers.errors import ComponentDied, Interrupted, LaunchError, RunFailed, StartTimeout
 from launchers.feeder import Feeder
 from launchers.supervisor import Supervisor
 
 TURN_S = 0.1
+DUMP_S = 30.0
 
 
 def launch(config: Config, folder: Path) -> summary.Summary:
     """Runs `config` in `folder` (new, or that of a run to resume) and returns what it came to. Never raises for a
     failed run: the summary says so."""
     begun = time.monotonic()
-    _forget_the_past(folder)
-    (folder / "config.yaml").write_text(configuration.dump(config))
-    run = _Run(config, folder)
-    with Display(folder.name, config.steps, folder) as display:
+    with _alone(folder), Display(folder.name, config.steps, folder) as display:
+        _forget_the_past(folder, display)
+        (folder / "config.yaml").write_text(configuration.dump(config))
+        run = _Run(config, folder)
         tracker = _tracker(config, folder, display)
-        try:
-            with _interruptible(run):
-                run.go(display, tracker)
-            status, error = "finished", ""
-        except Interrupted as interruption:
-            status, error = "interrupted", str(interruption)
-        except LaunchError as failure:
-            status, error = "failed", str(failure)
-        finally:
-            run.end()
+        status, error = run.live(display, tracker)
         result = _conclude(run, status, error, time.monotonic() - begun)
         if tracker is not None:
             tracker.finish({"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}[status])
@@ -66,19 +61,36 @@ class _Run:
         self.folder = folder
         self.supervisor = Supervisor(folder)
         self.metrics = MetricsReader(folder)
-        list(self.metrics.new())  # lines of an earlier life of the run
+        self.earlier_steps = len(list(self.metrics.new()))
         self.feeder: Feeder | None = None
         self.client: Client | None = None
         self.interrupted = 0
         self._limit = 0.0
+        self._moved = (0, 0, 0, -1)
+        self._moved_at = time.monotonic()
         self._ticked = 0.0
+
+    def live(self, display: Display, tracker: MlflowLog | None) -> tuple[summary.Status, str]:
+        """The whole run, and how it ended: the status and, unless it finished, why."""
+        with _interruptible(self):
+            try:
+                self.go(display, tracker)
+                return "finished", ""
+            except Interrupted as interruption:
+                return "interrupted", str(interruption)
+            except ComponentDied as death:
+                # SIGTERM on Ctrl-C may reach a learner that has not begun to heed it.
+                return ("interrupted" if self.interrupted else "failed"), str(death)
+            except (LaunchError, AsyncRLError, BufferFailure, OSError) as failure:
+                return "failed", str(failure)
+            finally:
+                self.end()
 
     def go(self, display: Display, tracker: MlflowLog | None) -> None:
         """The run, from the first process to the last step."""
         deadline = time.monotonic() + self.config.launch.startup_s
         self._start(display, deadline)
         assert self.feeder is not None
-        under_way = False
         while not self.supervisor.done("learner"):
             self.feeder.turn(TURN_S)
             self.supervisor.check()
@@ -88,9 +100,7 @@ class _Run:
             if self._every(1.0):
                 self.feeder.ask_status()
                 display.stats(self.feeder.stats)
-            under_way = under_way or self.feeder.stats.tokens > 0
-            if not under_way and time.monotonic() > deadline:
-                raise RunFailed(f"no token was generated within launch.startup_s = {self.config.launch.startup_s:g} s")
+            self._watch_progress(deadline)
         for record in self.metrics.new():
             _show(record, display, tracker)
         self._finish()
@@ -99,20 +109,30 @@ class _Run:
         display.line(f"run folder {self.folder}")
         supervisor, folder = self.supervisor, self.folder
         supervisor.start("buffer", "async_rl.buffer_process", 0)
-        if not (folder / "prompts.npz").exists():
-            display.line("preparing prompts")
-            supervisor.start("prepare", "async_rl.data.prepare", 0)
-        supervisor.wait_for(lambda: supervisor.done("prepare"), "the preparation of prompts", deadline)
-        supervisor.wait_for((folder / "buffer.endpoint").exists, "the buffer's start", deadline)
+        display.line("preparing prompts")
+        supervisor.start("prepare", "async_rl.data.prepare", 0)
+        self._wait_for(lambda: supervisor.done("prepare"), "the preparation of prompts", deadline)
+        supervisor.forget("prepare")
+        self._wait_for((folder / "buffer.endpoint").exists, "the buffer's start", deadline)
         display.line(
             f"starting {self.config.rollout.workers} rollout workers, {self.config.learner.ranks} learner ranks"
         )
-        workers, ranks = devices.places(self.config, devices.here(), devices.gpu_count())
+        workers, ranks = devices.places(self.config, devices.here(), devices.gpus_here())
         for rank, place in enumerate(ranks):
             supervisor.start("learner", "async_rl.learner.rank", rank, place)
         for rank, place in enumerate(workers):
             supervisor.start("worker", "async_rl.rollout.worker", rank, place)
         self._feed()
+
+    def _wait_for(self, ready: Callable[[], bool], what: str, deadline: float) -> None:
+        """Returns when `ready()` holds; Ctrl-C, a death or the deadline (monotonic seconds) raises."""
+        while not ready():
+            self.supervisor.check()
+            if self.interrupted:
+                raise Interrupted("stopped before the first step")
+            if time.monotonic() > deadline:
+                raise StartTimeout(f"{what} did not happen in time; logs are in {self.folder / 'logs'}")
+            time.sleep(0.05)
 
     def _feed(self) -> None:
         prompts = Prompts.read(self.folder / "prompts.npz")
@@ -121,23 +141,37 @@ class _Run:
         self.feeder = Feeder(
             self.client,
             prompts,
-            seed=self.config.seed,
+            seed=self.config.data.seed,
             shuffle=self.config.data.shuffle,
             start=found[1].cursor if found else 0,
         )
+
+    def _watch_progress(self, deadline: float) -> None:
+        """A process that hangs does not die: the run fails if nothing moves for too long."""
+        assert self.feeder is not None
+        now, stats, launch = time.monotonic(), self.feeder.stats, self.config.launch
+        moved = (stats.tokens, stats.trained, stats.failed, stats.version)
+        if moved != self._moved:
+            self._moved, self._moved_at = moved, now
+        if stats.tokens == 0 and now > deadline:
+            raise RunFailed(f"no token was generated within launch.startup_s = {launch.startup_s:g} s")
+        if stats.tokens and now - self._moved_at > launch.stall_s:
+            raise RunFailed(
+                f"no token was generated and no batch was trained for launch.stall_s = {launch.stall_s:g} s: "
+                f"a process hangs; logs are in {self.folder / 'logs'}"
+            )
 
     def _finish(self) -> None:
         """Last counters and the buffer's content, once the learner has ended well."""
         assert self.client is not None
         assert self.feeder is not None
+        self.feeder.ask_status()  # answered before the dump
         self.client.send(m.Dump(str(self.folder / "buffer.npz")))
-        self.feeder.ask_status()
-        deadline = time.monotonic() + 10
-        while self.feeder.dumped is None or self.feeder.stats.version < 0:
+        deadline = time.monotonic() + DUMP_S
+        while self.feeder.dumped is None:
             self.feeder.turn(TURN_S)
             if time.monotonic() > deadline:
-                raise RunFailed("the buffer did not write its content within 10 s")
-        self.feeder.turn(TURN_S)
+                raise RunFailed(f"the buffer did not write its content within {DUMP_S:g} s")
         steps = read(self.folder)[-1:]
         if self.interrupted:
             raise Interrupted("stopped by the user; resume with --resume")
@@ -175,12 +209,27 @@ class _Run:
             segment.unlink(missing_ok=True)
 
 
-def _forget_the_past(folder: Path) -> None:
+def _forget_the_past(folder: Path, display: Display) -> None:
     """Removes what an earlier life of the run left that the checkpoint does not know of."""
-    for stale in ("buffer.endpoint", "rendezvous", MANIFEST, *(folder / "errors").glob("*.txt")):
-        (folder / stale).unlink(missing_ok=True)
+    for name in ("buffer.endpoint", "rendezvous", "prompts.npz", MANIFEST, REHEARSAL):
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / "errors", ignore_errors=True)
     found = state.latest(folder / "checkpoints")
     truncate(folder, found[1].step if found else 0)
+    if found:
+        state.restored(folder, found[1].step)
+        display.line(f"going on from {found[0]}")
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Holds the run's lock; two supervisors of one run would destroy it."""
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError("RUN", str(folder), "this run is going on", "Wait for its end, or stop it") from None
+        yield
 
 
 def new_folder(config: Config) -> Path:
@@ -234,7 +283,9 @@ def _conclude(run: _Run, status: summary.Status, error: str, wall_s: float) -> s
     records = read(run.folder)
     stats = run.feeder.stats if run.feeder else m.Stats()
     timeline.merge(run.folder)
-    result = summary.summarise(run.folder, records, stats, status=status, error=error, wall_s=wall_s)
+    result = summary.summarise(
+        run.folder, records, stats, status=status, error=error, wall_s=wall_s, earlier=run.earlier_steps
+    )
     summary.write(result, run.folder)
     if records:
         plot.plot(records, run.folder / "reward.png")

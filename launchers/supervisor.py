@@ -8,14 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from launchers.devices import Place
-from launchers.errors import ComponentDied, StartTimeout
+from launchers.errors import ComponentDied
 
 ANYWHERE = Place()
 KILL_S = 5.0
@@ -45,6 +44,7 @@ class Supervisor:
         name = f"{role}{rank}"
         log = self.folder / "logs" / f"{name}.log"
         command = [sys.executable, "-u", "-m", module, "--run", str(self.folder), "--rank", str(rank)]
+        command += ["--parent", str(os.getpid())]
         if place.cores:
             command += ["--cores", ",".join(map(str, place.cores))]
         with log.open("ab") as out:
@@ -67,13 +67,9 @@ class Supervisor:
             if code is not None and (code != 0 or child.role in ("buffer", "worker")):
                 raise ComponentDied(f"{child.name} {how_it_ended(code)}{self._first_error(child)}")
 
-    def wait_for(self, ready: Callable[[], bool], what: str, deadline: float) -> None:
-        """Returns when `ready()` holds; a death or the deadline (monotonic seconds) raises."""
-        while not ready():
-            self.check()
-            if time.monotonic() > deadline:
-                raise StartTimeout(f"{what} did not happen in time; logs are in {self.folder / 'logs'}")
-            time.sleep(0.05)
+    def forget(self, role: str) -> None:
+        """Drops processes that have ended well; their ids may be given to others."""
+        self.children = [child for child in self.children if child.role != role]
 
     def done(self, role: str) -> bool:
         """All processes of a role have ended well."""
@@ -127,8 +123,7 @@ def _environment(place: Place) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
-    if place.gpus is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, place.gpus))
+    environment["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
     return environment
 
 

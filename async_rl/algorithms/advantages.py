@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from async_rl.config import AlgorithmConfig
+
 Floats = NDArray[np.float64]
 EPSILON = 1e-6
 
@@ -28,7 +30,9 @@ def dr_grpo(rewards: Floats, group: Floats) -> Floats:
     return rewards - group.mean()
 
 
-def advantages(name: str, rewards: Floats, group_of: NDArray[np.int64], group_rewards: list[list[float]]) -> Floats:
+def advantages(
+    config: AlgorithmConfig, rewards: Floats, group_of: NDArray[np.int64], group_rewards: list[list[float]]
+) -> Floats:
     """One advantage per trajectory of a batch.
 
     `rewards` and `group_of` have one entry a trajectory; `group_rewards[g]` holds all rewards known of group g, also of
@@ -36,12 +40,13 @@ def advantages(name: str, rewards: Floats, group_of: NDArray[np.int64], group_re
     """
     if rewards.shape != group_of.shape:
         raise ValueError(f"{rewards.size} rewards for {group_of.size} trajectories")
-    functions = {"grpo": grpo, "dr-grpo": dr_grpo}
-    if name not in functions:
-        raise ValueError(f"algorithm.advantage = {name!r} is not one of {sorted(functions)}")
     out = np.zeros_like(rewards)
     for index, known in enumerate(group_rewards):
         members = (group_of == index) & np.isfinite(rewards)
         group = np.asarray(known, np.float64)
-        out[members] = functions[name](rewards[members], group[np.isfinite(group)])
+        group = group[np.isfinite(group)]
+        if config.advantage == "grpo":
+            out[members] = grpo(rewards[members], group, sample_std=config.sample_std)
+        else:
+            out[members] = dr_grpo(rewards[members], group)
     return out

@@ -78,10 +78,10 @@ def _read(path: Path) -> list[Row]:
 
             return list(datasets.load_from_disk(str(path)))
         if path.suffix == ".jsonl":
-            lines = path.read_text().splitlines()
+            lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: JSON strings may hold U+2028
             return [_parse(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
         if path.suffix == ".json":
-            found = json.loads(path.read_text())
+            found = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
                 raise DataError(f"data.path = {str(path)!r}: a .json file holds a list of objects")
             return found

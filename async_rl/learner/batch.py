@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from async_rl.algorithms.advantages import advantages
+from async_rl.config import AlgorithmConfig
 from async_rl.learner.packing import Ints, Member, Segment
 from buffers.messages import Batch, BatchRow, SampleArrays
 
@@ -28,11 +29,11 @@ class Plan:
     gradient: bool
 
 
-def plan(batch: Batch, *, ranks: int, advantage: str) -> Plan:
+def plan(batch: Batch, *, ranks: int, algorithm: AlgorithmConfig) -> Plan:
     """Advantages of a batch and its groups spread over the ranks, each group whole, the costliest first."""
     rewards = np.asarray([row.reward for row in batch.rows], np.float64)
     group_of = np.asarray([row.group for row in batch.rows], np.int64)
-    values = advantages(advantage, rewards, group_of, batch.group_rewards)
+    values = advantages(algorithm, rewards, group_of, batch.group_rewards)
     cost = np.zeros(len(batch.group_rewards), np.int64)
     for row, value in zip(batch.rows, values, strict=True):
         cost[row.group] += row.length if value != 0 and row.trainable else 0

@@ -36,9 +36,11 @@ def save(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, state: 
     dcp.save({"weights": weights, "optimizer": moments}, checkpoint_id=partial)
     if dist.get_rank() == 0:
         (partial / STATE).write_bytes(msgspec.json.encode(state))
+        old = folder / f"{name}.old"
         if final.exists():
-            shutil.rmtree(final)
+            final.rename(old)
         partial.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
         pointer = folder / f"{LATEST}.partial"
         pointer.write_text(name)
         pointer.rename(folder / LATEST)

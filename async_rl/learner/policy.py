@@ -48,7 +48,7 @@ class Policy(nn.Module):
 def load(path: str, temperature: float, device: torch.device) -> Policy:
     """The model of a resolved path with float32 master weights."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
-    model.train()
+    model.eval()  # no dropout: a log-prob is a number; gradients do not need training mode
     return Policy(model.to(device), temperature)
 
 
@@ -75,6 +75,13 @@ def accumulate(policy: Policy, *, last: bool) -> None:
     assert isinstance(policy, FSDPModule)
     policy.set_requires_gradient_sync(last)
     policy.set_reshard_after_backward(last)
+
+
+def reshard(policy: Policy) -> None:
+    """Drops whole parameters that a forward pass without a backward has left; they would outlive new weights."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def tied_names(model: PreTrainedModel) -> list[str]:

@@ -6,6 +6,7 @@ import datetime
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -19,7 +20,7 @@ from async_rl.data.prompts import Prompts
 from async_rl.learner import checkpoint, state
 from async_rl.learner.batch import Plan, Share, plan, share
 from async_rl.learner.packing import Member, Segment, pack
-from async_rl.learner.policy import accumulate, load, shard, tied_names
+from async_rl.learner.policy import accumulate, load, reshard, shard, tied_names
 from async_rl.learner.report import StepReport, report
 from async_rl.learner.step import Stepper, StepResult, learning_rate
 from async_rl.tracking.metrics import MetricsWriter
@@ -28,7 +29,6 @@ from async_rl.weights.manifest import Probe
 from async_rl.weights.publisher import Publisher
 from buffers import messages as m
 from buffers.client import Client, read_endpoint
-from staleness.versions import Lineage
 from staleness.versions import pack as pack_version
 
 PROBE_TOKENS = 128
@@ -41,6 +41,7 @@ class Learner:
         self.run = run
         self.config = run.config
         self._stop = False
+        self.publications = 0
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         device = _device(self.rank, self.config.launch.device)
         self.dtype = getattr(torch, self.config.learner.dtype)
@@ -56,7 +57,9 @@ class Learner:
         )
         self.timeline = Timeline(run.folder, run.name)
         self.prompts = Prompts.read(run.folder / "prompts.npz")
-        self.lineage, self.step, self.cursor = self._restore()
+        self.lineage = state.lineage(run.folder)
+        self.step, self.cursor = self._restore()
+        self.cursor_before = self.cursor
         self.stepper = Stepper(self.policy, self.optimizer, self.config)
         self.client = Client(read_endpoint(run.folder / "buffer.endpoint"), run.name, "learner")
         if self.rank == 0:
@@ -69,6 +72,7 @@ class Learner:
 
     def train(self) -> None:
         """The main loop."""
+        self._rehearse()
         self._publish()
         self._tell(m.Published(self.version))
         while self.step < self.config.steps:
@@ -97,7 +101,7 @@ class Learner:
         """The plan of the next batch on every rank, None if the run was asked to stop; on rank 0 the batch as well."""
         with self.timeline.span("wait for a batch"):
             batch = self.client.ask(m.Take(self.version), m.Batch, until=self._stopping) if self.rank == 0 else None
-            box = [plan(batch, ranks=self.world, advantage=self.config.algorithm.advantage) if batch else None]
+            box = [plan(batch, ranks=self.world, algorithm=self.config.algorithm) if batch else None]
             dist.broadcast_object_list(box, src=0)
         return box[0], batch
 
@@ -120,19 +124,40 @@ class Learner:
     def _publish(self) -> None:
         """A snapshot of the weights for the workers; complete when this returns."""
         with self.timeline.span("publish"):
-            probe = self._probe() if self.step < 2 or self.step % self.config.weights.probe_every == 0 else None
+            due = self.publications < 2 or self.publications % self.config.weights.probe_every == 0
+            probe = self._probe() if due else None
+            self.publications += 1
             tensors = checkpoint.full_tensors(self.policy)
             if self.rank == 0:
                 self.publisher.publish(self.version, tensors, probe)
             else:
-                for _ in tensors:
-                    pass
+                _exhaust(tensors)
+
+    def _rehearse(self) -> None:
+        """Publishes weights that are visibly others, for a worker to load and be probed with before the real ones.
+
+        The first real version is what the engine loaded from disk, and one step changes it by less than the engine's
+        precision: only a rehearsal shows that an update reaches every part, a tied head included. Halving is exact.
+        """
+        embeddings = [self.policy.model.get_input_embeddings().weight]
+        if not self.tied:
+            embeddings.append(self.policy.model.get_output_embeddings().weight)
+        with torch.no_grad(), self.timeline.span("rehearse"):
+            for factor in (0.5, 2.0):
+                for weight in embeddings:
+                    weight.mul_(factor)
+                if factor < 1:
+                    probe, tensors = self._probe(), checkpoint.full_tensors(self.policy)
+                    if self.rank == 0:
+                        self.publisher.rehearse(tensors, probe)
+                    else:
+                        _exhaust(tensors)
 
     def _commit(self, planned: Plan, *, changed: bool) -> None:
         if self.rank == 0:
             reply = self.client.ask(m.Commit(planned.lease, self.version, changed), m.Committed)
             assert reply is not None
-            self.cursor = reply.cursor
+            self.cursor = self.cursor_before + reply.cursor
 
     def _tell(self, message: m.Message) -> None:
         if self.rank == 0:
@@ -146,22 +171,23 @@ class Learner:
         accumulate(self.policy, last=True)
         with torch.no_grad():
             logprobs = self.policy(packed).logprobs
+        reshard(self.policy)
         self.policy.temperature = temperature
         return Probe(tokens.tolist(), logprobs.tolist())
 
     # --- around the steps --------------------------------------------------------------------------------------
 
-    def _restore(self) -> tuple[Lineage, int, int]:
-        """Lineage, step and prompt cursor: from the newest checkpoint if there is one."""
+    def _restore(self) -> tuple[int, int]:
+        """Step and prompt cursor: from the newest checkpoint if there is one."""
         found = state.latest(self.run.folder / "checkpoints")
         if found is None:
-            return Lineage(), 0, 0
+            return 0, 0
         path, saved = found
         checkpoint.restore(path, self.policy, self.optimizer)
-        return saved.lineage, saved.step, saved.cursor
+        return saved.step, saved.cursor
 
     def _save(self) -> None:
-        reached = state.State(self.step, self.lineage.forks, self.cursor, self.prompts.fingerprint)
+        reached = state.State(self.step, self.cursor, self.prompts.fingerprint)
         with self.timeline.span("checkpoint"):
             checkpoint.save(self.run.folder / "checkpoints", self.policy, self.optimizer, reached)
 
@@ -195,10 +221,16 @@ class Learner:
 
     def close(self) -> None:
         if self.rank == 0:
-            self.publisher.close()
+            # The segments stay until the supervisor removes them: workers may still be reading the last version.
             self.metrics.close()
         self.client.close()
         self.timeline.close()
+
+
+def _exhaust(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Takes part in the gathering of whole tensors without keeping them."""
+    for _ in tensors:
+        continue
 
 
 def _segment_name(folder: Path) -> str:
@@ -224,7 +256,8 @@ def main() -> None:
         init_method=f"file://{(run.folder / 'rendezvous').resolve()}",
         rank=run.rank,
         world_size=run.config.learner.ranks,
-        timeout=datetime.timedelta(seconds=run.config.launch.startup_s),
+        # Ranks wait for rank 0 as long as generation takes; the supervisor notices who is dead.
+        timeout=datetime.timedelta(days=1),
     )
     learner = Learner(run)
     signal.signal(signal.SIGTERM, learner.stop)

@@ -49,8 +49,15 @@ def report(plan: Plan, batch: Batch, parts: list[StepReport], config: Config, ti
         "masked_share": 1 - plan.tokens / max(1, sum(lengths)),
         "skipped": int(not plan.gradient),
         **times,
-        **{f"buffer_{name}": getattr(stats, name) for name in ("running", "ready", "leased", "limit", "tokens")},
-        **{name: getattr(stats, name) for name in ("issued", "expired", "failed", "cancelled")},
+        "buffer_running": stats.running,
+        "buffer_ready": stats.ready,
+        "buffer_leased": stats.leased,
+        "buffer_limit": stats.limit,
+        "buffer_tokens": stats.tokens,
+        "issued": stats.issued,
+        "expired": stats.expired,
+        "failed": stats.failed,
+        "cancelled": stats.cancelled,
     }
     if results:
         record |= monitor.ratio_summary(np.concatenate([result.log_ratio for result in results]))

@@ -1,4 +1,4 @@
-"""The process in which reward functions run: `python -m async_rl.rewards.child FD module:function`.
+"""The process in which reward functions run: `python -m async_rl.rewards.child FD module:function PARENT`.
 
 Requests and replies travel over an inherited socket, so that a reward may print what it likes.
 """
@@ -59,8 +59,8 @@ async def _await(value: Any) -> Any:
 
 
 def main() -> None:
-    die_with_parent()
     connection = Connection(int(sys.argv[1]))
+    die_with_parent(int(sys.argv[3]))
     try:
         function = load(sys.argv[2])
     except Exception:

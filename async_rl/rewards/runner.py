@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -31,22 +32,28 @@ class RewardProcess:
     def score(self, response: str, row: bytes) -> float:
         """The reward of one response. Raises `RewardError`, or `RewardTimeout` after the limit."""
         connection = self._connection or self._start()
-        connection.send_bytes(msgspec.msgpack.encode(Request(response, row)))
-        return self._receive(connection, self._limit).value
+        return self._exchange(connection, Request(response, row), self._limit).value
 
     def _start(self) -> Connection:
         ours, theirs = Pipe()
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "async_rl.rewards.child", str(theirs.fileno()), self._function],
+            [sys.executable, "-m", "async_rl.rewards.child", str(theirs.fileno()), self._function, str(os.getpid())],
             pass_fds=[theirs.fileno()],
         )
         theirs.close()
         self._connection = ours
-        self._receive(ours, START_S)
+        try:
+            self._exchange(ours, None, START_S)
+        except RewardError:
+            self.close()
+            raise
         return ours
 
-    def _receive(self, connection: Connection, limit: float) -> Reply:
+    def _exchange(self, connection: Connection, request: Request | None, limit: float) -> Reply:
+        """The reply to a request, or to having been started."""
         try:
+            if request is not None:
+                connection.send_bytes(msgspec.msgpack.encode(request))
             answered = connection.poll(limit)
             reply = self._decoder.decode(connection.recv_bytes()) if answered else None
         except (EOFError, OSError) as error:

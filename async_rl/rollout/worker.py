@@ -7,9 +7,13 @@ the flusher sends chunks when they are due, the updater brings the engine to the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import time
 from collections.abc import Coroutine
+
+import msgspec
 
 from async_rl import model, process
 from async_rl.data.prompts import Prompts
@@ -91,8 +95,17 @@ class Worker:
                 await self._flush()
                 await self._applied(news.version)
                 continue
+            if self.version is None:
+                rehearsed = await self.receiver.rehearse()
+                print(
+                    "no rehearsal: joined late" if rehearsed is None else f"rehearsal: probe differs by {rehearsed:.4f}"
+                )
             start = time.time()
             receipt = await self.receiver.pull(self._applied)
+            if receipt.version < news.version:
+                # The steps between changed nothing: what was published last is what the newest version is.
+                await self.engine.relabel(news.version)
+                await self._applied(news.version)
             await self._flush()
             self.timeline.add(f"update to {show(receipt.version)}", start, start + receipt.pause_s)
             probed = "" if receipt.probe_error is None else f", probe differs by {receipt.probe_error:.4f}"
@@ -143,18 +156,8 @@ class Worker:
         except RewardError as error:
             if self.config.reward.on_error == "fail":
                 raise
-            return m.Outcome(
-                outcome.ticket, outcome.attempt, outcome.length, "failed", outcome.finish_reason, error=str(error)
-            )
-        return m.Outcome(
-            outcome.ticket,
-            outcome.attempt,
-            outcome.length,
-            outcome.status,
-            outcome.finish_reason,
-            reward,
-            span_mismatch=outcome.span_mismatch,
-        )
+            return msgspec.structs.replace(outcome, status="failed", error=str(error))
+        return msgspec.structs.replace(outcome, reward=reward)
 
     async def _end(self, ticket: m.Ticket, outcome: m.Outcome) -> None:
         await self._flush()
@@ -188,8 +191,10 @@ async def serve(run: process.Run) -> None:
         seed=run.config.seed * 1000 + run.rank,
     )
     worker = Worker(run, engine)
+    main = asyncio.create_task(_unwrapped(worker.main()))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main.cancel)
     try:
-        await _unwrapped(worker.main())
+        await main
     finally:
         await worker.close()
 
@@ -204,7 +209,8 @@ async def _unwrapped(main: Coroutine[None, None, None]) -> None:
 
 def main() -> None:
     run = process.start("worker")
-    asyncio.run(serve(run))
+    with contextlib.suppress(asyncio.CancelledError):  # SIGTERM
+        asyncio.run(serve(run))
 
 
 if __name__ == "__main__":

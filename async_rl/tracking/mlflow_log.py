@@ -33,6 +33,7 @@ class MlflowLog:
         self._name = name
         self._params = params
         self._warn = warn
+        self._status: Status | None = None
         self._queue: queue.SimpleQueue[Record | Status] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
         self._thread.start()
@@ -51,8 +52,8 @@ class MlflowLog:
             self._record()
         except Exception as error:
             self._warn(f"MLflow failed ({type(error).__name__}: {error}); metrics go on in the run's folder only")
-            while not isinstance(self._queue.get(), str):
-                pass
+            while self._status is None:
+                self._take()
 
     def _record(self) -> None:
         # One quick try: a server that is gone must not keep retrying for minutes.
@@ -72,8 +73,16 @@ class MlflowLog:
         )
         run = client.create_run(identity, run_name=self._name).info.run_id
         client.log_batch(run, params=[Param(key, str(value)[:500]) for key, value in self._params.items()])
-        while not isinstance(item := self._queue.get(), str):
+        while (item := self._take()) is not None:
             step, time_ms = int(item["step"]), int(item["time"] * 1000)
             values = {key: value for key, value in item.items() if isinstance(value, int | float)}
             client.log_batch(run, metrics=[Metric(key, value, time_ms, step) for key, value in values.items()])
-        client.set_terminated(run, item)
+        client.set_terminated(run, self._status)
+
+    def _take(self) -> Record | None:
+        """The next metrics; None at the end, when the status is known."""
+        item = self._queue.get()
+        if isinstance(item, str):
+            self._status = item
+            return None
+        return item

@@ -50,10 +50,15 @@ class Summary(Struct, frozen=True):
 
 
 def summarise(
-    folder: Path, records: list[Record], stats: Stats, *, status: Status, error: str, wall_s: float
+    folder: Path, records: list[Record], stats: Stats, *, status: Status, error: str, wall_s: float, earlier: int = 0
 ) -> Summary:
-    """The summary of what `metrics.jsonl`, the timeline and the buffer's counters say."""
-    rewards = [record["reward"] for record in records]
+    """The summary of what `metrics.jsonl`, the timeline and the buffer's counters say.
+
+    Steps and rewards are those of the whole run. Rates, ages and tickets leave out the first `earlier` steps, which
+    belong to lives before a resume.
+    """
+    steps, rewards = len(records), [record["reward"] for record in records]
+    records = records[earlier:]
     rated = len(records) >= 2
     span = records[-1]["time"] - records[0]["time"] if rated else 0.0
     later = records[1:]
@@ -61,7 +66,7 @@ def summarise(
     return Summary(
         status=status,
         error=error,
-        steps=len(records),
+        steps=steps,
         wall_s=round(wall_s, 1),
         train_wall_s=round(records[-1]["time"] - _started(records[0]), 1) if records else 0.0,
         reward_first5=_mean(rewards[:5]),

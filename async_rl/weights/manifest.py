@@ -13,6 +13,10 @@ from async_rl.errors import WeightsError
 
 MANIFEST = "weights.json"
 """File in the run's folder that describes the newest publication."""
+REHEARSAL = "rehearsal.json"
+"""The same for weights that are published once at the start, to prove that updates reach the engine."""
+REHEARSED = -2
+"""Version of the rehearsal; nothing is ever sampled under it."""
 
 
 class TensorEntry(Struct, frozen=True):

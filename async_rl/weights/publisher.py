@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from async_rl.weights.manifest import MANIFEST, Manifest, Probe
+from async_rl.weights.manifest import MANIFEST, REHEARSAL, REHEARSED, Manifest, Probe
 from async_rl.weights.shm import Writer
 
 
@@ -21,16 +21,23 @@ class Publisher:
     """
 
     def __init__(self, folder: Path, run: str, dtype: torch.dtype, tied: list[str]) -> None:
-        self._manifest = folder / MANIFEST
+        self._folder = folder
         self._writer = Writer(run)
         self._dtype = dtype
         self._tied = tied
 
+    def rehearse(self, tensors: Iterable[tuple[str, Tensor]], probe: Probe) -> None:
+        """Publishes other weights under no version, to be overwritten by the second publication."""
+        self._write(REHEARSED, tensors, probe).write(self._folder / REHEARSAL)
+
     def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]], probe: Probe | None) -> Manifest:
-        manifest = self._writer.write(version, tensors, self._dtype)
-        manifest = msgspec.structs.replace(manifest, tied=self._tied, probe=probe)
-        manifest.write(self._manifest)
+        manifest = self._write(version, tensors, probe)
+        manifest.write(self._folder / MANIFEST)
         return manifest
+
+    def _write(self, version: int, tensors: Iterable[tuple[str, Tensor]], probe: Probe | None) -> Manifest:
+        manifest = self._writer.write(version, tensors, self._dtype)
+        return msgspec.structs.replace(manifest, tied=self._tied, probe=probe)
 
     def close(self) -> None:
         self._writer.close()

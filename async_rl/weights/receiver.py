@@ -12,7 +12,7 @@ import numpy as np
 
 from async_rl.errors import WeightsError
 from async_rl.weights import shm
-from async_rl.weights.manifest import MANIFEST, Manifest
+from async_rl.weights.manifest import MANIFEST, REHEARSAL, Manifest
 
 PROBE_LIMITS = {"bfloat16": 0.1, "float32": 1e-3}
 """Largest mean |learner - engine| log-prob of a probe, by the engine's compute type. Two honest bfloat16 passes over a
@@ -41,13 +41,23 @@ class Receiver:
 
     def __init__(self, engine: Updatable, folder: Path, dtype: str) -> None:
         self._engine = engine
-        self._path = folder / MANIFEST
+        self._folder = folder
         self._limit = PROBE_LIMITS[dtype]
+
+    async def rehearse(self) -> float | None:
+        """Loads the rehearsal and proves it; None if a worker comes too late for it."""
+        try:
+            manifest = Manifest.read(self._folder / REHEARSAL)
+            with shm.hold(manifest):
+                await self._engine.update(manifest)
+        except (FileNotFoundError, shm.Overtaken):
+            return None
+        return await self._prove(manifest)
 
     async def pull(self, on_version: Callable[[int], Awaitable[None]]) -> Receipt:
         """Loads the newest version; `on_version` hears of it before the probe runs."""
         while True:
-            manifest = Manifest.read(self._path)
+            manifest = Manifest.read(self._folder / MANIFEST)
             try:
                 with shm.hold(manifest):
                     pause = await self._engine.update(manifest)

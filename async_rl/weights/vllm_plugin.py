@@ -13,7 +13,8 @@ def register() -> None:
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "async_rl.weights.vllm_backend", "ShmWeightTransfer")
-    if os.environ.get("ASYNC_RL_WORKER_PID") not in (None, str(os.getpid())):
+    worker = os.environ.get("ASYNC_RL_WORKER_PID")
+    if worker is not None and os.getppid() == int(worker):
         from async_rl.process import die_with_parent
 
-        die_with_parent()
+        die_with_parent(int(worker))

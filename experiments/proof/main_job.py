@@ -1,6 +1,6 @@
 """The main job against its bars: `python -m experiments.proof.main_job NAME`.
 
-Every proof runs the command line as a user would, prints JSON, keeps it beside this file, and exits 1 if a bar is missed.
+Every proof runs the command line as a user would and prints JSON, kept beside this file; a missed bar is exit 1.
 
     quickstart    reward, time and held-out accuracy of the quickstart with real vLLM
     inflight      generations that span several versions
@@ -43,7 +43,7 @@ def quickstart(runs: Path) -> Result:
     held_out = json.loads((runs / "quickstart" / "eval.json").read_text())
     bars = {
         "exit 0": code == 0,
-        "starts below .15": (found.reward_first5 or 1) < 0.15,
+        "starts below .15": found.reward_first5 is not None and found.reward_first5 < 0.15,
         "last five steps at least .5": (found.reward_last5 or 0) >= 0.5,
         "within 12 minutes of the first step": found.train_wall_s <= 720,
         "70% of held-out problems": held_out["after"] >= 0.7,
@@ -60,7 +60,7 @@ def inflight(runs: Path) -> Result:
         "ten steps": found.steps == 10,
         "20% span two versions": share >= 0.2,
         "no tag differs from the engine's span": found.span_mismatches == 0,
-        "no request was aborted": found.tickets.failed == 0,
+        "no request was aborted or failed": code == 0 and found.tickets.failed == 0,
         "buffer inspect shows it": async_rl("buffer", "inspect", "inflight", "--runs", str(runs))[0] == 0,
     }
     return {"bars": bars, "multi_version_share": share, "summary": msgspec.to_builtins(found)}
@@ -80,7 +80,7 @@ def asynchronous(runs: Path) -> Result:
     found = summary.read(runs / "quickstart")
     bars = {
         "exit 0": code == 0,
-        "largest age at most 2": (found.max_trained_age or 0) <= 2,
+        "largest age at most 2": found.max_trained_age is not None and found.max_trained_age <= 2,
         "overlap above .5": (found.overlap_fraction or 0) > 0.5,
     }
     return {"bars": bars, "summary": msgspec.to_builtins(found)}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
-from async_rl.config import parse
+from async_rl.config import AlgorithmConfig, parse
 from async_rl.learner import checkpoint
 from async_rl.learner.batch import Plan, plan, share
 from async_rl.learner.policy import load, shard
@@ -60,7 +60,7 @@ def one_step(rank: int, world: int, tokens: int, model: Path, folder: Path) -> N
     policy = load(str(model), 1.0, torch.device("cpu"))
     shard(policy, init_device_mesh("cpu", (world,)), torch.float32)
     stepper = Stepper(policy, torch.optim.SGD(policy.parameters(), lr=1.0), config)
-    planned: Plan = plan(a_batch(), ranks=world, advantage="grpo")
+    planned: Plan = plan(a_batch(), ranks=world, algorithm=AlgorithmConfig())
     rows = planned.rows[rank]
     mine = share(rows, planned.advantages[rank], fetched(rows), np.zeros(sum(row.length for row in rows), np.int64))
     stepper.step(mine, tokens=planned.tokens, rate=1.0)
@@ -84,7 +84,7 @@ def test_gradients_do_not_depend_on_ranks_or_micro_batches(tiny_model: Path, tmp
 
 
 def test_a_plan_keeps_groups_whole_and_counts_what_may_be_trained_on() -> None:
-    planned = plan(a_batch(), ranks=2, advantage="dr-grpo")
+    planned = plan(a_batch(), ranks=2, algorithm=AlgorithmConfig(advantage="dr-grpo"))
     homes = [{row.group for row in rows} for rows in planned.rows]
     assert homes[0].isdisjoint(homes[1])
     assert homes[0] | homes[1] == {0, 1, 2}

@@ -70,6 +70,24 @@ def test_a_reward_whose_process_dies_is_an_error_and_is_replaced() -> None:
                 reward.score("", row())
 
 
+def test_a_reward_that_cannot_be_loaded_says_so_every_time() -> None:
+    with process("missing") as reward:
+        for _ in range(2):
+            with pytest.raises(RewardError, match="missing"):
+                reward.score("", row())
+
+
+def test_an_idle_child_that_was_killed_is_replaced() -> None:
+    with process("good") as reward:
+        assert reward.score("yes", row()) == 1.0
+        assert reward._child is not None
+        reward._child.kill()
+        reward._child.wait()
+        with pytest.raises(RewardError, match="died"):
+            reward.score("yes", row())
+        assert reward.score("yes", row()) == 1.0
+
+
 def test_scoring_does_not_block_the_loop() -> None:
     async def both() -> float:
         rewards = Rewards(f"{USER}:hangs", time_limit_s=2.0, processes=1)

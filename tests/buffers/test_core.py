@@ -56,7 +56,7 @@ def test_a_gap_is_refused_with_the_offset_to_resend_from_and_its_neighbours_are_
     assert driver.core.pool.length[driver.core.pool.row(two)] == 2
 
 
-@pytest.mark.parametrize("attempt", [0, 2])
+@pytest.mark.parametrize("attempt", [2, -1])
 def test_another_attempt_is_fenced(attempt: int) -> None:
     driver = Driver()
     driver.feed()
@@ -80,7 +80,52 @@ def test_tokens_beyond_the_budget_or_from_the_future_are_invalid() -> None:
     driver.feed()
     ticket = driver.tickets[0].id
     assert driver.append(chunks([(ticket, 0, 0, [1] * 5)])).refused[0].reason == "invalid"
-    assert driver.append(chunks([(ticket, 0, 1, [1])])).refused[0].reason == "invalid"
+    assert driver.append(chunks([(ticket, 0, 2, [1])])).refused[0].reason == "invalid"
+
+
+def test_chunks_and_outcomes_of_a_stranger_are_refused() -> None:
+    driver = Driver(slots=2)
+    driver.feed()
+    driver.send("other", m.Hello("worker", 1))
+    ticket = driver.tickets[0].id
+    out = driver.core.append("other", 1, chunks([(ticket, 0, 0, [5])]))
+    assert [send.message.refused[0].reason for send in out if isinstance(send.message, m.Ack)] == ["fenced"]
+    with pytest.raises(ProtocolError, match="not running at 'other'"):
+        driver.core.handle("other", m.Outcomes([m.Outcome(ticket, 1, 0, "failed")]))
+
+
+def test_one_bad_outcome_leaves_the_others_of_its_message_untouched() -> None:
+    driver = Driver()
+    driver.feed()
+    one, two = driver.tickets[:2]
+    bad = [m.Outcome(one.id, 1, 0, "failed"), m.Outcome(two.id, 9, 0, "failed")]
+    for outcomes in (bad, [bad[0], bad[0]]):
+        with pytest.raises(ProtocolError):
+            driver.core.handle("w", m.Outcomes(outcomes))
+    assert driver.core.stats().failed == 0
+
+
+def test_tokens_of_the_version_whose_commit_is_on_its_way_are_stored() -> None:
+    driver = Driver(batch=2, group=2)
+    driver.feed()
+    driver.finish(driver.tickets[0])
+    driver.finish(driver.tickets[0])
+    batch = driver.take()
+    assert batch is not None
+    ticket = driver.tickets[0].id
+    assert driver.append(chunks([(ticket, 0, 1, [5])])).refused == []
+    driver.commit(batch)
+
+
+def test_a_response_without_any_finite_logprob_is_a_failure() -> None:
+    """failures.md 20: it must not be generated for ever."""
+    driver = Driver()
+    driver.feed()
+    ticket = driver.tickets[0]
+    driver.append(chunks([(ticket.id, 0, 0, [1, 2])], logprob=float("nan")))
+    driver.send("w", m.Outcomes([m.Outcome(ticket.id, 1, 2, "finished", "stop", 1.0)]))
+    assert driver.core.stats().failed == 1
+    assert driver.core.stats().masked_nonfinite_tokens == 2
 
 
 def test_an_outcome_whose_length_is_not_what_was_stored_fails_the_trajectory() -> None:
@@ -361,19 +406,6 @@ def test_fetched_columns_follow_the_order_asked_for() -> None:
     lengths = {row.ticket: row.length for row in batch.rows}
     assert arrays.tokens.size == sum(lengths.values()) == arrays.logprobs.size == arrays.mask.size
     assert arrays.prompts.tolist() == [0, 1, 2, 0, 1, 2]
-
-
-def test_when_the_prompts_have_ended_the_rest_is_offered_and_then_the_learner_is_told() -> None:
-    driver = Driver(batch=4, group=2, max_staleness=1)
-    driver.send("feeder", m.Submit([prompt(0)]))
-    driver.send("feeder", m.FeedEnded())
-    driver.finish_all()
-    batch = driver.take()
-    assert batch is not None
-    assert len(batch.rows) == 2
-    driver.commit(batch)
-    assert driver.take() is None
-    assert len(sent(driver, m.ExhaustedReply)) == 1
 
 
 # --- 6 accounts --------------------------------------------------------------------------------------------------

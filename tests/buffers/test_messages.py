@@ -11,7 +11,7 @@ from tests.buffers.driver import chunks
 
 
 def test_messages_survive_the_wire() -> None:
-    for message in (m.Hello("worker", 4), m.Take(7), m.Submit([m.Prompt((0, 1), [1, 2], b"{}")]), m.Bye()):
+    for message in (m.Hello("worker", 4), m.Take(7), m.Submit([m.Prompt((0, 1), [1, 2], b"{}")]), m.Status()):
         assert m.decode_inbound(m.encode(message)) == message
 
 
@@ -41,6 +41,7 @@ def test_columns_that_do_not_belong_together_are_refused() -> None:
         ([*frames[:6], frames[6] + b"\0"], "multiple"),
         ([frames[0] * 2, *frames[1:]], "differ"),
         ([*frames[:5], frames[5] * 2, frames[6]], "add up"),
+        ([frames[0], np.asarray([0], np.int32).tobytes(), *frames[2:]], "attempt below 1"),
         ([*frames[:3], np.asarray([-1], np.int32).tobytes(), *frames[4:]], "negative"),
     ]:
         with pytest.raises(ProtocolError, match=reason):

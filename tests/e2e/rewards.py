@@ -14,8 +14,9 @@ def length(response: str, row: Row) -> float:
 
 
 def raises_on_some(response: str, row: Row) -> float:
-    if row["answer"] % 4 == 0:
-        raise ValueError("this row is not to be scored")
+    """Fails on about a quarter of the members of any group."""
+    if sum(response.encode()) % 4 == 0:
+        raise ValueError("this response is not to be scored")
     return len(response) / 10
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -25,6 +25,7 @@ class Started:
 
     process: subprocess.Popen[str]
     folder: Path
+    family: list[psutil.Process] = field(default_factory=list)
 
     def wait(self, timeout_s: float) -> tuple[int, str]:
         """Exit code and everything printed."""
@@ -39,6 +40,8 @@ class Started:
             time.sleep(0.05)
 
     def steps(self) -> int:
+        """Steps done; on the way, notes every process of the run there is now."""
+        self.family = psutil.Process(self.process.pid).children(recursive=True)
         return len(metrics.read(self.folder))
 
     def child(self, role: str) -> psutil.Process:
@@ -95,9 +98,11 @@ def train(config: Path, *arguments: str, timeout_s: float = 300) -> tuple[int, s
     return code, out, started.folder
 
 
-def nothing_left(folder: Path, *, shared_memory: bool = True) -> None:
-    """No process of the run lives and no shared memory of it remains."""
-    deadline = time.monotonic() + 10
+def nothing_left(folder: Path, family: list[psutil.Process] = [], *, shared_memory: bool = True) -> None:  # noqa: B006
+    """No process of the run lives, of the `family` noted neither, and no shared memory of it remains."""
+    deadline = time.monotonic() + 5
+    _, left = psutil.wait_procs(family, timeout=5)
+    assert left == []
     while time.monotonic() < deadline:
         alive = [
             p.cmdline() for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections import deque
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -40,11 +42,13 @@ class VllmEngine:
         self._version = 0
         self._labels: dict[str, deque[int]] = {}
         self._engine: AsyncLLM | None = None
+        self._settled = asyncio.Event()
+        self._settled.set()
 
     async def start(self) -> None:
         rollout = self._config.rollout
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(rollout.kv_cache_gib)))
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(rollout.kv_cache_gib)
         os.environ["ASYNC_RL_WORKER_PID"] = str(os.getpid())
         if self._cores:
             os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, self._cores))
@@ -87,8 +91,10 @@ class VllmEngine:
             for output in outputs:
                 state = processor.request_states.get(output.request_id)
                 labels = self._labels.get(state.external_req_id) if state else None
-                if labels is not None:
-                    labels.extend([int(weight_version or 0)] * len(output.new_token_ids))
+                if labels is not None and output.new_token_ids:
+                    if weight_version is None:
+                        raise EngineError("vLLM gave no weight version with its tokens")
+                    labels.extend([int(weight_version)] * len(output.new_token_ids))
             return inner(outputs, *args, weight_version=weight_version, **kwargs)
 
         processor.process_outputs = process_outputs
@@ -98,6 +104,8 @@ class VllmEngine:
         from vllm.exceptions import VLLMValidationError
         from vllm.sampling_params import RequestOutputKind
 
+        # A request made during an update would carry the old version's salt and run with the new weights.
+        await self._settled.wait()
         sampling = SamplingParams(
             max_tokens=request.max_tokens,
             temperature=0.0 if request.greedy else self._config.rollout.temperature,
@@ -120,19 +128,26 @@ class VllmEngine:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         start = perf_counter()
-        await self._running.pause_generation(mode="keep", clear_cache=False)
-        await self._running.start_weight_update()
-        await self._running.update_weights(WeightTransferUpdateRequest({"manifest": msgspec.to_builtins(manifest)}))
-        await self._running.finish_weight_update(str(manifest.version))
-        self._version = manifest.version
-        await self._running.resume_generation()
+        async with self._paused():
+            await self._running.start_weight_update()
+            await self._running.update_weights(WeightTransferUpdateRequest({"manifest": msgspec.to_builtins(manifest)}))
+            await self._running.finish_weight_update(str(manifest.version))
+            self._version = manifest.version
         return perf_counter() - start
 
     async def relabel(self, version: int) -> None:
+        async with self._paused():
+            await self._running.update_weight_version(str(version))
+            self._version = version
+
+    @asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
+        """Generation stands still at a step boundary for the length of the block; requests are kept."""
+        self._settled.clear()
         await self._running.pause_generation(mode="keep", clear_cache=False)
-        await self._running.update_weight_version(str(version))
-        self._version = version
+        yield
         await self._running.resume_generation()
+        self._settled.set()
 
     async def score(self, tokens: list[int]) -> list[float]:
         from vllm import SamplingParams
