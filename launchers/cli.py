@@ -16,7 +16,7 @@ from async_rl.data import sources
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.learner import state
 from buffers.errors import BufferFailure
-from launchers import devices, local
+from launchers import devices, folders, local
 from launchers.errors import LaunchError
 
 USAGE = 2
@@ -106,14 +106,14 @@ def _run_train(args: argparse.Namespace) -> int:
     if config.data.path is not None:
         path = sources.resolve(config.data.path, source.parent)
         config = msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, path=str(path)))
-    resumed = local.old_folder(args.resume, config.folder) if args.resume else None
+    resumed = folders.old(args.resume, config.folder) if args.resume else None
     check(config, resumed)
     for note in configuration.notes(config):
         print(f"note: {note}", file=sys.stderr)
     if args.dry_run:
         print(configuration.dump(config), end="")
         return 0
-    return local.exit_code(local.launch(config, resumed or local.new_folder(config)).status)
+    return local.exit_code(local.launch(config, resumed or folders.new(config)).status)
 
 
 def check(config: Config, resumed: Path | None) -> None:
@@ -148,7 +148,7 @@ def _eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run's name or folder")
     parser.add_argument("--runs", default="runs", metavar="DIR", help="where run folders are (default: runs)")
     parser.set_defaults(
-        command=lambda args: _module("async_rl.evaluation", "--run", str(local.old_folder(args.run, args.runs)))
+        command=lambda args: _module("async_rl.evaluation", "--run", str(folders.old(args.run, args.runs)))
     )
 
 
@@ -175,7 +175,7 @@ def _buffer(parser: argparse.ArgumentParser) -> None:
 def _inspect(args: argparse.Namespace) -> int:
     from buffers.inspect import show
 
-    folder: Path = local.old_folder(args.run, args.runs)
+    folder: Path = folders.old(args.run, args.runs)
     show(folder / "buffer.npz", ticket=args.ticket)
     return 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import signal
@@ -17,7 +16,7 @@ import msgspec
 from async_rl import config as configuration
 from async_rl.config import Config
 from async_rl.data.prompts import Prompts
-from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.errors import AsyncRLError
 from async_rl.learner import state
 from async_rl.tracking import plot, summary, timeline
 from async_rl.tracking.display import Display
@@ -27,7 +26,7 @@ from async_rl.weights.manifest import MANIFEST, REHEARSAL
 from buffers import messages as m
 from buffers.client import Client, read_endpoint
 from buffers.errors import BufferFailure
-from launchers import devices
+from launchers import devices, folders
 from launchers.errors import ComponentDied, Interrupted, LaunchError, RunFailed, StartTimeout
 from launchers.feeder import Feeder
 from launchers.supervisor import Supervisor
@@ -40,7 +39,7 @@ def launch(config: Config, folder: Path) -> summary.Summary:
     """Runs `config` in `folder` (new, or that of a run to resume) and returns what it came to. Never raises for a
     failed run: the summary says so."""
     begun = time.monotonic()
-    with _alone(folder), Display(folder.name, config.steps, folder) as display:
+    with folders.alone(folder), Display(folder.name, config.steps, folder) as display:
         _forget_the_past(folder, display)
         (folder / "config.yaml").write_text(configuration.dump(config))
         run = _Run(config, folder)
@@ -205,8 +204,6 @@ class _Run:
         if self.client is not None:
             self.client.close()
         self.supervisor.end()
-        for segment in Path("/dev/shm").glob(f"async-rl-{self.folder.name}-{self.folder.stat().st_ino}-*"):
-            segment.unlink(missing_ok=True)
 
 
 def _forget_the_past(folder: Path, display: Display) -> None:
@@ -219,38 +216,6 @@ def _forget_the_past(folder: Path, display: Display) -> None:
     if found:
         state.restored(folder, found[1].step)
         display.line(f"going on from {found[0]}")
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Holds the run's lock; two supervisors of one run would destroy it."""
-    with (folder / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError("RUN", str(folder), "this run is going on", "Wait for its end, or stop it") from None
-        yield
-
-
-def new_folder(config: Config) -> Path:
-    """`runs/NAME`, or `runs/NAME-2` and so on where that exists."""
-    base = Path(config.folder) / config.name
-    number = 1
-    while True:
-        folder = base if number == 1 else base.with_name(f"{base.name}-{number}")
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            number += 1
-
-
-def old_folder(run: str, runs: str) -> Path:
-    """The folder of a run to resume or look at, given as a path or a name."""
-    for folder in (Path(run), Path(runs) / run):
-        if (folder / "config.yaml").is_file():
-            return folder
-    raise ConfigError("RUN", run, "there is no run of that name", f"Runs are folders with a config.yaml, in {runs}/")
 
 
 def _tracker(config: Config, folder: Path, display: Display) -> MlflowLog | None:

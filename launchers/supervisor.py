@@ -17,6 +17,7 @@ from launchers.devices import Place
 from launchers.errors import ComponentDied
 
 ANYWHERE = Place()
+SHM = Path("/dev/shm")
 KILL_S = 5.0
 """Longest time between the decision to end everything and its end."""
 
@@ -37,6 +38,7 @@ class Supervisor:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.children: list[Child] = []
+        self._begun = time.time()
         (folder / "logs").mkdir(exist_ok=True)
 
     def start(self, role: str, module: str, rank: int, place: Place = ANYWHERE) -> Child:
@@ -82,23 +84,24 @@ class Supervisor:
 
     def end(self) -> None:
         """Ends everything within `KILL_S`: SIGTERM to all, then SIGKILL to whole sessions and to what they left."""
-        family = [psutil.Process(child.process.pid) for child in self.children if psutil.pid_exists(child.process.pid)]
-        descendants = [grandchild for process in family for grandchild in _descendants(process)]
-        for child in self.children:
-            if child.process.poll() is None:
-                child.process.terminate()
+        living = [child for child in self.children if child.process.poll() is None]
+        family = [process for child in living for process in _family(child.process.pid)]
+        memory = {path for process in family for path in _shared_memory(process, self._begun)}
+        for child in living:
+            child.process.terminate()
         deadline = time.monotonic() + KILL_S / 2
-        for child in self.children:
+        for child in living:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.process.wait(max(0.05, deadline - time.monotonic()))
             _kill_group(child.process.pid)
-        for process in descendants:
-            try:
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                continue
-        for child in self.children:
+        for child in living:
             child.process.wait(KILL_S)
+        # Engines that are killed leave the shared memory of their own processes.
+        for path in memory:
+            path.unlink(missing_ok=True)
 
     def _first_error(self, died: Child) -> str:
         """The oldest recorded error of any process, else the end of the dead one's log."""
@@ -127,11 +130,23 @@ def _environment(place: Place) -> dict[str, str]:
     return environment
 
 
-def _descendants(process: psutil.Process) -> list[psutil.Process]:
+def _family(pid: int) -> list[psutil.Process]:
+    """A process and all its descendants."""
     try:
-        return process.children(recursive=True)
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
+
+
+def _shared_memory(process: psutil.Process, since: float) -> set[Path]:
+    """Shared memory and semaphores of Python's multiprocessing that a process has mapped, made after `since`."""
+    try:
+        mapped = {Path(mapping.path) for mapping in process.memory_maps()}
+        ours = {path for path in mapped if path.parent == SHM and path.name.startswith(("psm_", "sem."))}
+        return {path for path in ours if path.stat().st_ctime >= since}
+    except (psutil.Error, FileNotFoundError):
+        return set()
 
 
 def _kill_group(leader: int) -> None:

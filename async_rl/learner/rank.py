@@ -234,7 +234,7 @@ def _exhaust(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
 
 
 def _segment_name(folder: Path) -> str:
-    """Unique on this host while the run lives; the supervisor removes what a killed learner leaves."""
+    """As in `launchers/folders.py`, which removes it at the end of the run."""
     return f"{folder.name}-{folder.stat().st_ino}"
 
 

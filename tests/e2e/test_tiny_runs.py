@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from async_rl.tracking import metrics, timeline
+from launchers import folders
 from tests.e2e import runs
 
 pytestmark = pytest.mark.e2e
@@ -239,6 +240,8 @@ def test_when_the_supervisor_is_killed_nothing_is_left(tiny_model: Path, tmp_pat
     os.kill(started.process.pid, signal.SIGKILL)
     started.process.wait()
     runs.nothing_left(started.folder, started.family, shared_memory=False)
+    folders.sweep()  # what the next run does first
+    runs.nothing_left(started.folder)
 
 
 def test_mlflow_that_is_not_there_costs_one_warning(tiny_model: Path, tmp_path: Path) -> None:

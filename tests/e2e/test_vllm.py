@@ -155,7 +155,9 @@ def test_a_run_with_vllm_and_a_real_model(tmp_path: Path) -> None:
             "reward.function": "tests.e2e.rewards:length",
         },
     )
+    before = set(Path("/dev/shm").iterdir())
     code, out, folder = runs.train(config, timeout_s=500)
+    assert set(Path("/dev/shm").iterdir()) <= before
     assert code == 0, out
     result = runs.adds_up(folder)
     assert (result.status, result.steps, result.span_mismatches) == ("finished", 3, 0)

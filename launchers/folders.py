@@ -1,0 +1,79 @@
+"""Run folders: new ones, old ones, the lock that keeps a run to one supervisor, what killed runs leave in memory."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from async_rl.config import Config
+from async_rl.errors import ConfigError
+
+SHM = Path("/dev/shm")
+LOCK = "lock"
+
+
+def new(config: Config) -> Path:
+    """`runs/NAME`, or `runs/NAME-2` and so on where that exists."""
+    base = Path(config.folder) / config.name
+    number = 1
+    while True:
+        folder = base if number == 1 else base.with_name(f"{base.name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            number += 1
+
+
+def old(run: str, runs: str) -> Path:
+    """The folder of a run to resume or look at, given as a path or a name."""
+    for folder in (Path(run), Path(runs) / run):
+        if (folder / "config.yaml").is_file():
+            return folder
+    raise ConfigError("RUN", run, "there is no run of that name", f"Runs are folders with a config.yaml, in {runs}/")
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Holds the run's lock for the length of the block; two supervisors of one run would destroy it.
+
+    Shared memory of the run is removed at the end, and at the start that of runs whose supervisor was killed.
+    """
+    with (folder / LOCK).open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError("RUN", str(folder), "this run is going on", "Wait for its end, or stop it") from None
+        sweep()
+        owner = SHM / f"async-rl-{segment(folder)}.owner"
+        owner.write_text(str((folder / LOCK).resolve()))
+        try:
+            yield
+        finally:
+            _remove(owner)
+
+
+def segment(folder: Path) -> str:
+    """Name of a run's shared memory: unique on this host while the folder exists."""
+    return f"{folder.name}-{folder.stat().st_ino}"
+
+
+def sweep() -> None:
+    """Removes the shared memory of runs that nobody supervises any more."""
+    for owner in SHM.glob("async-rl-*.owner"):
+        try:
+            with Path(owner.read_text()).open("a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(owner)
+        except BlockingIOError:
+            continue
+        except OSError:
+            _remove(owner)
+
+
+def _remove(owner: Path) -> None:
+    for path in owner.parent.glob(f"{owner.stem}-[01]"):
+        path.unlink(missing_ok=True)
+    owner.unlink(missing_ok=True)
