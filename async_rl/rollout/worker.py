@@ -82,34 +82,39 @@ class Worker:
                 await self._flush()
 
     async def _updater(self) -> None:
-        """Applies the newest version; news that have piled up meanwhile are skipped over."""
+        """Brings the engine to the newest version."""
         while True:
-            news = await self.news.get()
-            while not self.news.empty():
-                newer = self.news.get_nowait()
-                news = m.News(newer.version, news.changed or newer.changed)
+            news = await self._newest()
             if self.version is not None and news.version <= self.version:
                 continue
-            if not news.changed:
-                await self.engine.relabel(news.version)
-                await self._flush()
-                await self._applied(news.version)
-                continue
             if self.version is None:
-                rehearsed = await self.receiver.rehearse()
-                print(
-                    "no rehearsal: joined late" if rehearsed is None else f"rehearsal: probe differs by {rehearsed:.4f}"
-                )
-            start = time.time()
-            receipt = await self.receiver.pull(self._applied)
-            if receipt.version < news.version:
-                # The steps between changed nothing: what was published last is what the newest version is.
+                await self._rehearse()
+            if news.changed:
+                await self._pull()
+            if self.version is None or self.version < news.version:
+                # The steps since the last publication changed nothing: it is what the newest version is.
                 await self.engine.relabel(news.version)
                 await self._applied(news.version)
             await self._flush()
-            self.timeline.add(f"update to {show(receipt.version)}", start, start + receipt.pause_s)
-            probed = "" if receipt.probe_error is None else f", probe differs by {receipt.probe_error:.4f}"
-            print(f"version {show(receipt.version)} applied in {receipt.pause_s:.2f} s{probed}", flush=True)
+
+    async def _newest(self) -> m.News:
+        """The next news, or what all that have piled up come to."""
+        news = await self.news.get()
+        while not self.news.empty():
+            newer = self.news.get_nowait()
+            news = m.News(newer.version, news.changed or newer.changed)
+        return news
+
+    async def _rehearse(self) -> None:
+        error = await self.receiver.rehearse()
+        print("rehearsal: " + ("missed" if error is None else f"probe differs by {error:.4f}"), flush=True)
+
+    async def _pull(self) -> None:
+        start = time.time()
+        receipt = await self.receiver.pull(self._applied)
+        self.timeline.add(f"update to {show(receipt.version)}", start, start + receipt.pause_s)
+        probed = "" if receipt.probe_error is None else f", probe differs by {receipt.probe_error:.4f}"
+        print(f"version {show(receipt.version)} applied in {receipt.pause_s:.2f} s{probed}", flush=True)
 
     async def _applied(self, version: int) -> None:
         async with self.applied:
