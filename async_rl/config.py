@@ -21,7 +21,8 @@ from buffers.config import BufferConfig
 from staleness.config import StalenessConfig
 
 PositiveInt = Annotated[int, Meta(ge=1)]
-PositiveFloat = Annotated[float, Meta(gt=0)]
+PositiveFloat = Annotated[float, Meta(gt=0, lt=1e12)]
+Beta = Annotated[float, Meta(ge=0, lt=1)]
 
 
 class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -127,7 +128,7 @@ class LearnerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """AdamW learning rate after warm-up."""
     warmup_steps: Annotated[int, Meta(ge=0)] = 0
     """Steps over which the learning rate grows linearly; the first has 1 / (warmup_steps + 1) of it."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW moment decay rates."""
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
     """AdamW weight decay."""
@@ -222,7 +223,7 @@ def load(path: Path, overrides: Mapping[str, object] | None = None) -> Config:
     """Reads a YAML file, applies `a.b` → value overrides, and checks the result."""
     try:
         tree = _yaml(path.read_text()) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), "...", f"not valid YAML: {error}", "Correct the file") from error
     if not isinstance(tree, dict):
         raise ConfigError(str(path), tree, "a configuration is a mapping", "See configs/quickstart.yaml")
@@ -251,7 +252,10 @@ def override(text: str) -> tuple[str, object]:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError("--set", text, "not of the form a.b=value", "Write for example --set rollout.slots=32")
-    return key.strip(), _yaml(value)
+    try:
+        return key.strip(), _yaml(value)
+    except yaml.YAMLError as error:
+        raise ConfigError("--set", text, "the value is not valid YAML", "Quote it") from error
 
 
 def check(config: Config) -> None:
@@ -262,6 +266,16 @@ def check(config: Config) -> None:
             "buffer.batch_size", buffer.batch_size,
             f"not a multiple of buffer.group_size = {buffer.group_size}, and a batch holds whole groups",
             f"Use {max(1, buffer.batch_size // buffer.group_size) * buffer.group_size}",
+        )  # fmt: skip
+    if buffer.group_size == 1:
+        raise ConfigError(
+            "buffer.group_size", 1, "advantages compare the members of a group, so a group of one never trains",
+            "Use at least 2",
+        )  # fmt: skip
+    if config.data.system_prompt is not None and not config.data.chat_template:
+        raise ConfigError(
+            "data.system_prompt", config.data.system_prompt, "it is part of a chat, and data.chat_template is false",
+            "Put the text into the prompts, or set data.chat_template: true",
         )  # fmt: skip
     if correction.low >= correction.high:
         raise ConfigError(
@@ -294,8 +308,8 @@ def check(config: Config) -> None:
             "reward.function", config.reward.function, "not of the form module:function",
             "Write for example my_rewards:exact_match",
         )  # fmt: skip
-    if not re.fullmatch(r"[\w.\-]+", config.name):
-        raise ConfigError("name", config.name, "it names a folder", "Use letters, digits, '.', '_' and '-'")
+    if not re.fullmatch(r"\w[\w.\-]{0,99}", config.name):
+        raise ConfigError("name", config.name, "it names a folder", "Use up to 100 letters, digits, '.', '_' and '-'")
 
 
 def notes(config: Config) -> list[str]:

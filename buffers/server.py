@@ -62,12 +62,17 @@ class Server:
             if isinstance(message, m.Append):
                 return self.core.append(peer, message.seq, m.Chunks.from_frames(frames[1:]))
             if isinstance(message, m.Dump):
-                count = dump.write(self.core, Path(message.path))
-                return [Send(peer, m.Dumped(message.path, count))]
+                return [Send(peer, self._dump(message.path))]
             return self.core.handle(peer, message)
         except (ProtocolError, VersionError) as error:
             self.core.refused_messages += 1
             return [Send(peer, m.Rejected(str(error)))]
+
+    def _dump(self, path: str) -> m.Dumped:
+        try:
+            return m.Dumped(path, dump.write(self.core, Path(path)))
+        except (OSError, ValueError) as error:
+            raise ProtocolError(f"the buffer's content cannot be written to {path!r}: {error}") from error
 
     def _deliver(self, send: Send) -> None:
         self._socket.send_multipart([send.to.encode("latin-1"), m.encode(send.message), *send.frames])

@@ -31,11 +31,11 @@ def run(arguments: list[str]) -> int:
     args = parser().parse_args(arguments)
     try:
         return args.command(args)
-    except (AsyncRLError, LaunchError, BufferFailure) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USAGE
     except BrokenPipeError:
         return 1
+    except (AsyncRLError, LaunchError, BufferFailure, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE
 
 
 def parser() -> argparse.ArgumentParser:

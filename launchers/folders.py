@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError
@@ -39,20 +41,29 @@ def old(run: str, runs: str) -> Path:
 def alone(folder: Path) -> Iterator[None]:
     """Holds the run's lock for the length of the block; two supervisors of one run would destroy it.
 
-    Shared memory of the run is removed at the end, and at the start that of runs whose supervisor was killed.
+    Shared memory of the run is removed at the end, and at the start that of runs whose supervisor was killed. What may
+    be removed is known by a lock beside the memory itself: whoever cannot see a run's folder cannot judge it by that.
     """
     with (folder / LOCK).open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError("RUN", str(folder), "this run is going on", "Wait for its end, or stop it") from None
+        if not _locked(lock):
+            raise ConfigError("RUN", str(folder), "this run is going on", "Wait for its end, or stop it")
         sweep()
         owner = SHM / f"async-rl-{segment(folder)}.owner"
-        owner.write_text(str((folder / LOCK).resolve()))
-        try:
-            yield
-        finally:
-            _remove(owner)
+        with owner.open("a") as mark:
+            _locked(mark)
+            try:
+                yield
+            finally:
+                _remove(owner)
+
+
+def _locked(file: IO[str]) -> bool:
+    """Takes an exclusive lock that ends with this process; False if another has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
 
 
 def segment(folder: Path) -> str:
@@ -61,16 +72,11 @@ def segment(folder: Path) -> str:
 
 
 def sweep() -> None:
-    """Removes the shared memory of runs that nobody supervises any more."""
+    """Removes the shared memory of runs that nobody supervises any more; leaves what belongs to other users."""
     for owner in SHM.glob("async-rl-*.owner"):
-        try:
-            with Path(owner.read_text()).open("a") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(FileNotFoundError, PermissionError), owner.open("a") as mark:
+            if _locked(mark):
                 _remove(owner)
-        except BlockingIOError:
-            continue
-        except OSError:
-            _remove(owner)
 
 
 def _remove(owner: Path) -> None:

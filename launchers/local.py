@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import time
@@ -33,6 +34,9 @@ from launchers.supervisor import Supervisor
 
 TURN_S = 0.1
 DUMP_S = 30.0
+BETWEEN_PROCESSES = ("buffer.endpoint", "rendezvous", "prompts.npz", MANIFEST, REHEARSAL)
+AT_THE_END = ("summary.json", "buffer.npz", "timeline.json", "reward.png", "eval.json")
+"""Files of a run's folder that a resumed run makes anew."""
 
 
 def launch(config: Config, folder: Path) -> summary.Summary:
@@ -43,11 +47,12 @@ def launch(config: Config, folder: Path) -> summary.Summary:
         _forget_the_past(folder, display)
         (folder / "config.yaml").write_text(configuration.dump(config))
         run = _Run(config, folder)
-        tracker = _tracker(config, folder, display)
-        status, error = run.live(display, tracker)
-        result = _conclude(run, status, error, time.monotonic() - begun)
-        if tracker is not None:
-            tracker.finish({"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}[status])
+        with _interruptible(run):
+            tracker = _tracker(config, folder, display)
+            status, error = run.live(display, tracker)
+            result = _conclude(run, display, status, error, time.monotonic() - begun)
+            if tracker is not None:
+                tracker.finish({"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}[status])
     display.summary(result)
     return result
 
@@ -71,19 +76,18 @@ class _Run:
 
     def live(self, display: Display, tracker: MlflowLog | None) -> tuple[summary.Status, str]:
         """The whole run, and how it ended: the status and, unless it finished, why."""
-        with _interruptible(self):
-            try:
-                self.go(display, tracker)
-                return "finished", ""
-            except Interrupted as interruption:
-                return "interrupted", str(interruption)
-            except ComponentDied as death:
-                # SIGTERM on Ctrl-C may reach a learner that has not begun to heed it.
-                return ("interrupted" if self.interrupted else "failed"), str(death)
-            except (LaunchError, AsyncRLError, BufferFailure, OSError) as failure:
-                return "failed", str(failure)
-            finally:
-                self.end()
+        try:
+            self.go(display, tracker)
+            return "finished", ""
+        except Interrupted as interruption:
+            return "interrupted", str(interruption)
+        except ComponentDied as death:
+            # SIGTERM on Ctrl-C may reach a learner that has not begun to heed it.
+            return ("interrupted" if self.interrupted else "failed"), str(death)
+        except (LaunchError, AsyncRLError, BufferFailure, OSError) as failure:
+            return "failed", str(failure)
+        finally:
+            self.end()
 
     def go(self, display: Display, tracker: MlflowLog | None) -> None:
         """The run, from the first process to the last step."""
@@ -168,6 +172,7 @@ class _Run:
         self.client.send(m.Dump(str(self.folder / "buffer.npz")))
         deadline = time.monotonic() + DUMP_S
         while self.feeder.dumped is None:
+            self.supervisor.check()
             self.feeder.turn(TURN_S)
             if time.monotonic() > deadline:
                 raise RunFailed(f"the buffer did not write its content within {DUMP_S:g} s")
@@ -208,9 +213,10 @@ class _Run:
 
 def _forget_the_past(folder: Path, display: Display) -> None:
     """Removes what an earlier life of the run left that the checkpoint does not know of."""
-    for name in ("buffer.endpoint", "rendezvous", "prompts.npz", MANIFEST, REHEARSAL):
+    for name in (*BETWEEN_PROCESSES, *AT_THE_END):
         (folder / name).unlink(missing_ok=True)
-    shutil.rmtree(folder / "errors", ignore_errors=True)
+    for name in ("errors", "model"):
+        shutil.rmtree(folder / name, ignore_errors=True)
     found = state.latest(folder / "checkpoints")
     truncate(folder, found[1].step if found else 0)
     if found:
@@ -224,7 +230,7 @@ def _tracker(config: Config, folder: Path, display: Display) -> MlflowLog | None
     runs = folder.parent
     uri = uri_of(config.tracking, runs)
     if uri.startswith("sqlite"):
-        display.line(f"MLflow: mlflow ui --backend-store-uri {uri}")
+        display.line(f"MLflow: mlflow ui --backend-store-uri {shlex.quote(uri)}")
     params = dict(_flat(msgspec.to_builtins(config)))
     return MlflowLog(config.tracking, runs, folder.name, params, lambda text: display.line(f"warning: {text}"))
 
@@ -243,17 +249,20 @@ def _show(record: Record, display: Display, tracker: MlflowLog | None) -> None:
         tracker.log(record)
 
 
-def _conclude(run: _Run, status: summary.Status, error: str, wall_s: float) -> summary.Summary:
-    """Writes everything that is made at the end; a failed run has it too, as far as it went."""
+def _conclude(run: _Run, display: Display, status: summary.Status, error: str, wall_s: float) -> summary.Summary:
+    """Makes everything that is made at the end; a failed run has it too, as far as it went and the disk takes it."""
     records = read(run.folder)
     stats = run.feeder.stats if run.feeder else m.Stats()
-    timeline.merge(run.folder)
     result = summary.summarise(
         run.folder, records, stats, status=status, error=error, wall_s=wall_s, earlier=run.earlier_steps
     )
-    summary.write(result, run.folder)
-    if records:
-        plot.plot(records, run.folder / "reward.png")
+    try:
+        summary.write(result, run.folder)
+        timeline.merge(run.folder)
+        if records:
+            plot.plot(records, run.folder / "reward.png")
+    except OSError as failure:
+        display.line(f"warning: not everything could be written to {run.folder}: {failure}")
     return result
 
 

@@ -11,7 +11,8 @@ from async_rl import process
 from async_rl.config import Config, DataConfig
 from async_rl.data import sources
 from async_rl.data.prompts import Prompts
-from async_rl.errors import DataError
+from async_rl.errors import ConfigError, DataError, RewardError
+from async_rl.rewards.runner import RewardProcess
 from async_rl.tokenizer import tokenizer_of
 
 if TYPE_CHECKING:
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 def render(row: sources.Row, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Token ids of one row's prompt, up to where the response begins."""
     prompt = row[config.prompt_column]
+    if not config.chat_template and not isinstance(prompt, str):
+        raise DataError(f"data.chat_template = False: {config.prompt_column!r} holds {prompt!r}, not text")
+    if not isinstance(prompt, str | list):
+        raise DataError(f"data.prompt_column = {config.prompt_column!r} holds {prompt!r}, neither text nor messages")
     if not config.chat_template:
         return tokenizer(str(prompt))["input_ids"]
     if tokenizer.chat_template is None:
@@ -35,17 +40,37 @@ def render(row: sources.Row, config: DataConfig, tokenizer: PreTrainedTokenizerB
 def prepare(config: Config, found: list[sources.Row], tokenizer: PreTrainedTokenizerBase) -> Prompts:
     """Tokens and rows of `found`; refuses prompts over `data.max_prompt_tokens`."""
     tokens = [np.asarray(render(row, config.data, tokenizer), np.int32) for row in found]
+    empty = next((row for row, ids in zip(found, tokens, strict=True) if not ids.size), None)
+    if empty is not None:
+        raise DataError(
+            f"data.prompt_column = {config.data.prompt_column!r}: the prompt of {str(empty)[:200]} is empty"
+        )
     longest = max(range(len(tokens)), key=lambda i: tokens[i].size)
     if tokens[longest].size > config.data.max_prompt_tokens:
         raise DataError(
-            f"data.max_prompt_tokens = {config.data.max_prompt_tokens}: prompt {longest} has {tokens[longest].size} "
-            "tokens. Raise the limit or leave the prompt out"
+            f"data.max_prompt_tokens = {config.data.max_prompt_tokens}: a prompt has {tokens[longest].size} tokens, "
+            f"that of {str(found[longest])[:200]}. Raise the limit or leave the prompt out"
         )
     return Prompts(tokens, [json.dumps(row, default=str).encode() for row in found], sources.fingerprint(found))
 
 
+def check_reward(config: Config) -> None:
+    """Loads the reward once, so that one that cannot be loaded is known before engines start."""
+    reward = RewardProcess(config.reward.function, config.reward.time_limit_s)
+    try:
+        reward.start()
+    except RewardError as error:
+        raise ConfigError(
+            "reward.function", config.reward.function, f"it cannot be loaded: {error}",
+            "Start from the folder that holds the module, or install it",
+        ) from error  # fmt: skip
+    finally:
+        reward.close()
+
+
 def main() -> None:
     run = process.start("prepare")
+    check_reward(run.config)
     train, held_out = sources.split(sources.rows(run.config.data), run.config.data)
     tokenizer = tokenizer_of(run.config.model.path)
     if held_out:

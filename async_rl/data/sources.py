@@ -76,7 +76,10 @@ def _read(path: Path) -> list[Row]:
         if path.is_dir():
             import datasets
 
-            return list(datasets.load_from_disk(str(path)))
+            loaded = datasets.load_from_disk(str(path))
+            if isinstance(loaded, datasets.DatasetDict):
+                raise DataError(f"data.path = {str(path)!r} holds the splits {sorted(loaded)}; give the folder of one")
+            return list(loaded)
         if path.suffix == ".jsonl":
             lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: JSON strings may hold U+2028
             return [_parse(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]

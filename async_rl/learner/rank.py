@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from urllib.parse import quote
 
 import numpy as np
 import torch
@@ -165,7 +166,8 @@ class Learner:
 
     def _probe(self) -> Probe:
         """Log-probs of some prompts' tokens under the weights about to be published, at temperature 1."""
-        tokens = np.concatenate(self.prompts.tokens[:8])[:PROBE_TOKENS].astype(np.int64)
+        tokens = np.concatenate(self.prompts.tokens[:PROBE_TOKENS]).astype(np.int64)
+        tokens = np.resize(tokens, max(2, min(tokens.size, PROBE_TOKENS)))  # a single token is repeated
         packed = pack([Segment(tokens[:1], [Member(0, tokens[1:])])], tokens=tokens.size)[0]
         temperature, self.policy.temperature = self.policy.temperature, 1.0
         accumulate(self.policy, last=True)
@@ -253,7 +255,7 @@ def main() -> None:
     on_gpu = run.config.launch.device != "cpu" and torch.cuda.is_available()
     dist.init_process_group(
         "cuda:nccl,cpu:gloo" if on_gpu else "gloo",
-        init_method=f"file://{(run.folder / 'rendezvous').resolve()}",
+        init_method=f"file://{quote(str((run.folder / 'rendezvous').resolve()))}",
         rank=run.rank,
         world_size=run.config.learner.ranks,
         # Ranks wait for rank 0 as long as generation takes; the supervisor notices who is dead.

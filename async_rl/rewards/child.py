@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import json
 import math
 import os
 import sys
@@ -19,6 +20,8 @@ from typing import Any
 import msgspec
 
 from async_rl.process import die_with_parent
+
+ERROR_CHARACTERS = 4000
 
 
 class Request(msgspec.Struct):
@@ -44,14 +47,21 @@ def load(name: str) -> Callable[[str, dict[str, Any]], Any]:
 
 def score(function: Callable[[str, dict[str, Any]], Any], request: Request) -> Reply:
     try:
-        value = function(request.response, msgspec.json.decode(request.row))
+        # Not msgspec: rows may hold NaN, which Python's json writes and reads.
+        value = function(request.response, json.loads(request.row))
         if inspect.isawaitable(value):
             value = asyncio.run(_await(value))
-        if isinstance(value, bool | int | float) and math.isfinite(value):
-            return Reply(float(value))
-        return Reply(error=f"the reward returned {value!r}, not a finite number")
+        # numpy's and torch's scalars are numbers too; text is not, though float() would read it.
+        if hasattr(value, "__float__") and math.isfinite(number := float(value)):
+            return Reply(number)
+        return Reply(error=f"the reward returned {repr(value)[:200]}, not a finite number")
     except Exception:
-        return Reply(error=traceback.format_exc(limit=-4))
+        return Reply(error=_told())
+
+
+def _told() -> str:
+    """The current exception with the last lines of its traceback, at a length that can be shown."""
+    return traceback.format_exc(limit=-4)[-ERROR_CHARACTERS:]
 
 
 async def _await(value: Any) -> Any:
@@ -64,7 +74,7 @@ def main() -> None:
     try:
         function = load(sys.argv[2])
     except Exception:
-        connection.send_bytes(msgspec.msgpack.encode(Reply(error=traceback.format_exc(limit=-4))))
+        connection.send_bytes(msgspec.msgpack.encode(Reply(error=_told())))
         return
     connection.send_bytes(msgspec.msgpack.encode(Reply()))
     decoder = msgspec.msgpack.Decoder(Request)

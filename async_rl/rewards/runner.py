@@ -31,10 +31,11 @@ class RewardProcess:
 
     def score(self, response: str, row: bytes) -> float:
         """The reward of one response. Raises `RewardError`, or `RewardTimeout` after the limit."""
-        connection = self._connection or self._start()
+        connection = self._connection or self.start()
         return self._exchange(connection, Request(response, row), self._limit).value
 
-    def _start(self) -> Connection:
+    def start(self) -> Connection:
+        """Starts the child, which `score` does by itself when there is none. Raises `RewardError` if it cannot load."""
         ours, theirs = Pipe()
         self._child = subprocess.Popen(
             [sys.executable, "-m", "async_rl.rewards.child", str(theirs.fileno()), self._function, str(os.getpid())],

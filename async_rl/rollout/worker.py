@@ -161,6 +161,7 @@ class Worker:
         except RewardError as error:
             if self.config.reward.on_error == "fail":
                 raise
+            print(f"ticket {outcome.ticket} failed: {error}", flush=True)
             return msgspec.structs.replace(outcome, status="failed", error=str(error))
         return msgspec.structs.replace(outcome, reward=reward)
 

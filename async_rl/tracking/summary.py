@@ -46,6 +46,7 @@ class Summary(Struct, frozen=True):
     multi_version_trajectories: int
     span_mismatches: int
     skipped_steps: int
+    last_failure: str
     tickets: Tickets
 
 
@@ -89,6 +90,7 @@ def summarise(
         multi_version_trajectories=stats.multi_version,
         span_mismatches=stats.span_mismatches,
         skipped_steps=sum(record["skipped"] for record in records),
+        last_failure=stats.last_error,
         tickets=Tickets(stats.issued, stats.trained, stats.expired, stats.failed, stats.cancelled, stats.in_flight),
     )
 
@@ -121,6 +123,11 @@ def read(folder: Path) -> Summary:
 def rows(summary: Summary) -> list[tuple[str, str]]:
     """The lines of the table."""
     tickets = summary.tickets
+    unusual: list[tuple[str, str]] = []
+    if summary.skipped_steps:
+        unusual.append(("steps without a gradient", f"{summary.skipped_steps}: all rewards of every group were equal"))
+    if tickets.failed:
+        unusual.append(("last failed trajectory", (summary.last_failure.strip().splitlines() or ["-"])[-1][:200]))
     return [
         ("status", summary.status),
         ("steps", f"{summary.steps} in {summary.train_wall_s:.0f} s ({summary.wall_s:.0f} s with start and end)"),
@@ -139,6 +146,7 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
             f"{tickets.issued} issued = {tickets.trained} trained + {tickets.expired} expired "
             f"+ {tickets.failed} failed + {tickets.cancelled} cancelled + {tickets.in_flight} in flight",
         ),
+        *unusual,
     ]
 
 

@@ -68,7 +68,7 @@ class Receiver:
             return Receipt(manifest.version, pause, await self._prove(manifest))
 
     async def _prove(self, manifest: Manifest) -> float | None:
-        if manifest.probe is None:
+        if manifest.probe is None or not manifest.probe.logprobs:
             return None
         engine = np.asarray(await self._engine.score(manifest.probe.tokens))
         error = np.abs(engine - np.asarray(manifest.probe.logprobs))

@@ -39,6 +39,14 @@ def tree(**sections: object) -> dict:
         (tree(reward={"function": "no colon"}), "reward.function", "module:function"),
         (tree(learner={"epochs": 2}), "learner.epochs", "anchor"),
         (tree(name="a/b"), "name", "folder"),
+        (tree(name=".."), "name", "folder"),
+        (tree(buffer={"group_size": 1}), "buffer.group_size", "never trains"),
+        (
+            tree(data={"path": "x", "chat_template": False, "system_prompt": "s"}),
+            "data.system_prompt",
+            "part of a chat",
+        ),
+        (tree(learner={"betas": [1.0, 0.9]}), "learner.betas[0]", "< 1"),
         (tree(staleness={"correction": {"low": 3.0}}), "staleness.correction.low", "not below"),
     ],
 )

@@ -115,7 +115,30 @@ def test_prompts_are_rendered_with_the_chat_template(tiny_model: Path, tmp_path:
     assert (again.rows, again.fingerprint) == (prompts.rows, prompts.fingerprint)
 
 
+@pytest.mark.parametrize(
+    ("row", "chat", "why"),
+    [
+        ({"prompt": ""}, False, "is empty"),
+        ({"prompt": None}, True, "neither text nor messages"),
+        ({"prompt": [{"role": "user", "content": "hi"}]}, False, "not text"),
+    ],
+)
+def test_a_prompt_that_is_none_is_refused(row: dict, chat: bool, why: str, tiny_model: Path) -> None:
+    config = parse({"data": {"path": "x", "chat_template": chat}})
+    with pytest.raises(DataError, match=why):
+        prepare(config, [row], tokenizer_of(str(tiny_model)))
+
+
+def test_a_folder_of_splits_names_them(tmp_path: Path) -> None:
+    import datasets
+
+    one = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict({"train": one, "test": one}).save_to_disk(tmp_path / "both")
+    with pytest.raises(DataError, match=r"\['test', 'train'\]"):
+        sources.rows(DataConfig(path=str(tmp_path / "both")))
+
+
 def test_a_prompt_over_the_limit_is_refused_before_the_start(tiny_model: Path) -> None:
     tree = {"data": {"path": "x", "max_prompt_tokens": 5}, "reward": {"function": "a:b"}}
-    with pytest.raises(DataError, match=r"max_prompt_tokens = 5: prompt \d has"):
+    with pytest.raises(DataError, match=r"max_prompt_tokens = 5: a prompt has"):
         prepare(parse(tree), ROWS, tokenizer_of(str(tiny_model)))

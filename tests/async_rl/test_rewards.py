@@ -33,6 +33,13 @@ def test_a_reward_scores_and_may_print() -> None:
         assert (reward.score("yes", row()), reward.score("no", row())) == (1.0, 0.0)
 
 
+def test_numpy_scalars_are_numbers_and_rows_may_hold_nan() -> None:
+    with process("a_numpy_scalar") as reward:
+        assert reward.score("", row()) == 0.5
+    with process("has_nan") as reward:
+        assert reward.score("", b'{"x": NaN}') == 1.0
+
+
 def test_a_reward_may_be_async() -> None:
     with process("slow_but_async") as reward:
         assert reward.score("", row()) == 0.5
@@ -40,7 +47,13 @@ def test_a_reward_may_be_async() -> None:
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("raises", "no such key"), ("not_a_number", "nan"), ("a_list", "not a finite number"), ("missing", "missing")],
+    [
+        ("raises", "no such key"),
+        ("not_a_number", "nan"),
+        ("a_list", "not a finite number"),
+        ("text", "not a finite number"),
+        ("missing", "missing"),
+    ],
 )
 def test_what_goes_wrong_is_said(name: str, why: str) -> None:
     with process(name) as reward, pytest.raises(RewardError, match=why):

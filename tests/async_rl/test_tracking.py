@@ -86,7 +86,9 @@ def test_the_summary_of_a_run(tmp_path: Path) -> None:
             line.add("x", start, end, busy=True)
         line.close()
     records = [record(step) for step in range(1, 6)]
-    stats = Stats(issued=60, trained=40, expired=4, failed=2, running=14, multi_version=7)
+    stats = Stats(
+        issued=60, trained=40, expired=4, failed=2, running=14, multi_version=7, last_error="Traceback\nKeyError: x"
+    )
     result = summary.summarise(tmp_path, records, stats, status="finished", error="", wall_s=99.0)
     assert (result.steps, result.reward_first5, result.reward_last5) == (5, 0.3, 0.3)
     assert result.train_wall_s == 45.0  # the first step began 5 s before its end
@@ -98,6 +100,7 @@ def test_the_summary_of_a_run(tmp_path: Path) -> None:
     assert result.tickets.in_flight == 14
     summary.write(result, tmp_path)
     assert summary.read(tmp_path) == result
+    assert ("last failed trajectory", "KeyError: x") in summary.rows(result)
     assert any("7 of 40" in value for _, value in summary.rows(result))
 
 

@@ -47,5 +47,19 @@ def not_a_number(response: str, row: Row) -> float:
     return float("nan")
 
 
+def a_numpy_scalar(response: str, row: Row) -> Any:
+    import numpy as np
+
+    return np.float32(0.5)
+
+
+def text(response: str, row: Row) -> Any:
+    return "1.0"
+
+
+def has_nan(response: str, row: Row) -> float:
+    return float(row["x"] != row["x"])
+
+
 def a_list(response: str, row: Row) -> Any:
     return [1.0]

@@ -87,7 +87,8 @@ def test_a_malformed_message_is_refused_and_survived(server: Server) -> None:
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.connect(server.endpoint)
-    for frames in ([b"\xff\xff"], [b""], [m.encode(m.Append(1)), b"123"], [m.encode(m.Take(5))]):
+    bad_dump = m.encode(m.Dump("/no/such/folder/x.npz"))
+    for frames in ([b"\xff\xff"], [b""], [m.encode(m.Append(1)), b"123"], [m.encode(m.Take(5))], [bad_dump]):
         socket.send_multipart(frames)
         assert socket.poll(5000)
         assert isinstance(m.decode_outbound(socket.recv_multipart()[0]), m.Rejected)
@@ -96,7 +97,7 @@ def test_a_malformed_message_is_refused_and_survived(server: Server) -> None:
     client = Client(server.endpoint, "observer", "observer")
     reply = client.ask(m.Status(), m.StatusReply)
     assert reply is not None
-    assert reply.stats.refused_messages == 4
+    assert reply.stats.refused_messages == 5
     client.close()
 
 

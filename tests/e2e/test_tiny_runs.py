@@ -148,6 +148,15 @@ def test_a_generator_that_refuses_every_request_ends_the_run(tmp_path: Path) -> 
     runs.nothing_left(folder)
 
 
+def test_a_reward_that_cannot_be_loaded_is_known_before_engines_start(tiny_model: Path, tmp_path: Path) -> None:
+    config = runs.config(tiny_model, tmp_path, **{"reward.function": "no_such_module:f"})
+    code, out, folder = runs.train(config)
+    assert code == 1
+    assert "reward.function = 'no_such_module:f'" in out
+    assert "No module named 'no_such_module'" in out
+    assert not (folder / "logs" / "worker0.log").exists()
+
+
 def test_a_reward_that_always_raises_ends_the_run_with_its_traceback(tiny_model: Path, tmp_path: Path) -> None:
     config = runs.config(tiny_model, tmp_path, **{"reward.function": "tests.e2e.rewards:raises"})
     code, _, folder = runs.train(config)

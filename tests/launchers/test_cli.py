@@ -35,6 +35,7 @@ def command(*arguments: str) -> tuple[int, str, str]:
         (["--resume", "never"], ["RUN = 'never'", "no run of that name"]),
         (["--set", "launch.device=cuda", "--rollout-workers", "8"], ["9 GPUs", "available"]),
         (["--set", "nonsense"], ["a.b=value"]),
+        (["--set", "data.path=["], ["not valid YAML"]),
     ],
 )
 def test_a_wrong_configuration_is_one_error_and_exit_2(
@@ -50,7 +51,7 @@ def test_a_wrong_configuration_is_one_error_and_exit_2(
 
 
 def test_three_prompts_for_a_batch_of_sixteen(tiny_model: Path, tmp_path: Path) -> None:
-    config = runs.config(tiny_model, tmp_path, **{"buffer": {"batch_size": 16, "group_size": 1}, "data.holdout": 0})
+    config = runs.config(tiny_model, tmp_path, **{"buffer": {"batch_size": 32, "group_size": 2}, "data.holdout": 0})
     (tmp_path / "data.jsonl").write_text("".join(json.dumps({"prompt": str(i)}) + "\n" for i in range(3)))
     code, _, err = command("train", str(config))
     assert code == 2
