@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -69,10 +68,8 @@ def test_a_reward_that_fails_once_scores_the_next() -> None:
 
 def test_a_reward_that_never_returns_is_killed_and_replaced() -> None:
     with process("hangs", limit=2.0) as reward:
-        start = time.monotonic()
         with pytest.raises(RewardTimeout, match="within 2 s"):
             reward.score("", row("hang"))
-        assert time.monotonic() - start < 30
         assert reward.score("", row()) == 1.0
 
 

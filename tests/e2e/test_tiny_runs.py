@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import psutil
@@ -196,9 +195,7 @@ def test_a_killed_process_fails_the_run_by_name(module: str, name: str, tiny_mod
     started = runs.start(config)
     started.until(lambda: started.steps() >= 2)
     started.child(module).send_signal(signal.SIGKILL)
-    killed = time.monotonic()
-    code, out = started.wait(60)
-    assert time.monotonic() - killed < 30
+    code, out = started.wait(30)
     assert code == 1
     assert f"{name} was killed by SIGKILL" in out
     assert runs.adds_up(started.folder).status == "failed"
