@@ -33,7 +33,7 @@ class Child:
 
 
 class Supervisor:
-    """Starts the run's processes in sessions of their own, so that a terminal's Ctrl-C reaches only the supervisor."""
+    """Starts the run's processes in process groups of their own, so that a terminal's Ctrl-C reaches only the supervisor."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -83,7 +83,7 @@ class Supervisor:
                 child.process.send_signal(sig)
 
     def end(self) -> None:
-        """Ends everything within `KILL_S`: SIGTERM to all, then SIGKILL to whole sessions and to what they left."""
+        """Ends everything within `KILL_S`: SIGTERM to all, then SIGKILL to whole groups and to what they left."""
         living = [child for child in self.children if child.process.poll() is None]
         family = [process for child in living for process in _family(child.process.pid)]
         memory = {path for process in family for path in _shared_memory(process, self._begun)}
