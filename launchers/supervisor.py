@@ -33,7 +33,7 @@ class Child:
 
 
 class Supervisor:
-    """Starts the run's processes in process groups of their own, so that a terminal's Ctrl-C reaches only the supervisor."""
+    """Starts each process in a group of its own, so that a terminal's Ctrl-C reaches only the supervisor."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
