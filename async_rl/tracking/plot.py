@@ -23,7 +23,7 @@ def plot(records: list[Record], path: Path) -> None:
     bottom.plot(minutes, [record["age_mean"] for record in records], label="mean", color="#e09f3e")
     bottom.set_ylabel("age of trained tokens\n(learner steps)")
     bottom.set_xlabel("minutes since the first step")
-    bottom.legend(loc="upper left")
+    bottom.legend(loc="lower right")
     bottom.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
