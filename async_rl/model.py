@@ -28,5 +28,10 @@ def resolve(path: str) -> str:
             raise ConfigError("model.path", path, "not a model folder: it has no config.json", "Give the folder itself")
         return str(local.resolve())
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise ConfigError("model.path", path, "there is no such folder", f"Fetchable by name: {', '.join(FETCHABLE)}")
+        raise ConfigError(
+            "model.path",
+            path,
+            "there is no such folder, and it is not OWNER/NAME of a hub",
+            f"Fetchable by name: {', '.join(FETCHABLE)}",
+        )
     return path

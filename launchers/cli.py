@@ -64,7 +64,7 @@ EXAMPLES = """examples:
   async-rl train quickstart
   async-rl train quickstart --max-staleness 0 --steps 10 --name synchronous
   async-rl train my.yaml --set learner.learning_rate=2e-6 --set data.path=problems.jsonl
-  async-rl train quickstart --resume quickstart --steps 60
+  async-rl train quickstart --resume quickstart --steps 100
 """
 
 
