@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from async_rl.learner.batch import share
 from async_rl.learner.logprobs import token_logprobs
 from async_rl.learner.packing import Member, Segment, fill, pack
 from async_rl.learner.policy import Policy, load
+from buffers import messages as m
 
 
 def segments(seed: int = 0, groups: int = 5) -> list[Segment]:
@@ -99,3 +101,23 @@ def test_chunked_logprobs_and_their_gradients_equal_full_ones(monkeypatch: pytes
     some = ~entropy.isnan()
     assert some.sum() == 3  # one in eight of each chunk of seven
     torch.testing.assert_close(entropy[some], every[some])
+
+
+def test_trained_ids_are_the_sampled_ids_and_no_prompt_token_is_a_target() -> None:
+    """failures.md 24, single turn: from the buffer's columns to the targets, without a tokenizer in between."""
+    rows = [m.BatchRow(7, 0, 0, 3, 2, 2, 1.0), m.BatchRow(8, 0, 1, 3, 3, 2, 0.0)]
+    arrays = m.SampleArrays(
+        tokens=np.asarray([11, 12, 21, 22, 23], np.int32),
+        logprobs=np.full(5, -1.0, np.float32),
+        versions=np.zeros(5, np.int64),
+        mask=np.asarray([1, 1, 1, 0, 1], np.uint8),
+        prompts=np.asarray([91, 92, 93], np.int32),
+    )
+    mine = share(rows, [1.0, -1.0], arrays, np.zeros(5, np.int64))
+    (packed,) = pack(mine.segments(), tokens=100)
+    assert packed.tokens.tolist() == [[91, 92, 93, 11, 12, 21, 22, 23]]
+    assert packed.targets.tolist() == arrays.tokens.tolist()
+    # The hidden states that predict: the prompt's last token for each first answer token, then the token before.
+    assert packed.predict.tolist() == [2, 3, 2, 5, 6]
+    flat = mine.starts[packed.source] + packed.offset
+    assert mine.mask[flat].tolist() == [True, True, True, False, True]
