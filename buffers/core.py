@@ -169,7 +169,6 @@ class Core:
         length = int(self.pool.length[row])
         self.pool.seal(outcome.ticket)
         self.workers[peer].tickets.discard(outcome.ticket)
-        trajectory.finish_reason = outcome.finish_reason
         self.span_mismatches += outcome.span_mismatch
         status, error = outcome.status, outcome.error
         if status == "finished" and outcome.length != length:
@@ -185,7 +184,7 @@ class Core:
             trajectory.reward = outcome.reward
             self._move(trajectory, "ready")
         else:
-            trajectory.error = self.last_error = error
+            self.last_error = error
             self._move(trajectory, "failed")
         if trajectory.group.complete:
             self._complete(trajectory.group)

@@ -53,9 +53,7 @@ class Trajectory:
     state: State = "running"
     worker: str | None = None
     chunks: list[Chunk] = field(default_factory=list[Chunk])
-    finish_reason: str = ""
     reward: float | None = None
-    error: str = ""
     mask: NDArray[np.bool_] | None = None
 
     @property

@@ -1,7 +1,8 @@
 """Policy versions and the lineage they live in.
 
 A version is the pair (incarnation, step). On the wire it is one int64, `incarnation << 32 | step`, so that
-versions of one incarnation are ordered like their steps and arrays of them stay plain numpy.
+versions of one incarnation are ordered like their steps and arrays of them stay plain numpy. Version (0, 0) is the
+model as it was before any training.
 """
 
 from __future__ import annotations
@@ -12,9 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staleness.errors import VersionError
-
-INITIAL = 0
-"""Version (0, 0): the model as it was before any training."""
 
 _STEP_BITS = 32
 _STEP_MASK = (1 << _STEP_BITS) - 1

@@ -60,11 +60,6 @@ class Streamer:
     def due(self, now: float) -> bool:
         return self._full or (self._waiting_since is not None and now - self._waiting_since >= self._flush_s)
 
-    def length(self, ticket: int) -> int:
-        """Sampled tokens of a ticket so far, sent or not."""
-        tail = self._tails[ticket]
-        return tail.sent + len(tail.tokens)
-
     def close(self, ticket: int) -> int:
         """Forgets an ended ticket, whose tokens must have been flushed; returns its length."""
         tail = self._tails.pop(ticket)
