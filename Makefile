@@ -1,9 +1,10 @@
 # Two commands matter: `make quickstart` and `make test`. Both set up the environment first.
 PYTHON ?= python3
 BIN := .venv/bin
+SEEDS ?= 20000
 STAMP := .venv/.ready
 
-.PHONY: setup quickstart check test test-gpu proof clean
+.PHONY: setup quickstart check test simulate test-gpu proof clean
 
 setup: $(STAMP)
 
@@ -27,10 +28,13 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
-	$(BIN)/pytest -m "not e2e and not gpu"
+	$(BIN)/pytest -m "not e2e and not gpu and not soak"
 
 test: setup
 	$(BIN)/pytest -m "not gpu"
+
+simulate: setup
+	$(BIN)/python -m tests.simulation.replay 0 --count $(SEEDS)
 
 test-gpu: setup
 	$(BIN)/pytest -m gpu

@@ -4,31 +4,36 @@ from __future__ import annotations
 
 from async_rl import process
 from async_rl.config import Config
-from async_rl.learner import state
-from buffers.core import Core
 from buffers.records import Settings
 from buffers.server import serve
-from staleness.versions import Lineage
 
 
-def settings(config: Config, lineage: Lineage) -> Settings:
+def settings(config: Config) -> Settings:
     """The buffer's part of a run's configuration."""
+    buffer = config.buffer
     return Settings(
-        batch=config.buffer.batch_size,
-        group=config.buffer.group_size,
+        batch=buffer.batch_size,
+        group=buffer.group_size,
         max_staleness=config.staleness.max_staleness,
         max_tokens=config.rollout.max_tokens,
-        slack=config.buffer.slack,
+        slack=buffer.slack,
         on_stale=config.staleness.on_stale,
-        max_consecutive_failed_groups=config.buffer.max_consecutive_failed_groups,
-        lineage=lineage,
+        group_policy=buffer.groups.policy,
+        deadline_versions=buffer.groups.deadline_versions,
+        min_group=buffer.groups.min_group,
+        on_failed=buffer.groups.on_failed,
+        max_attempts=buffer.max_attempts,
+        max_consecutive_failed_groups=buffer.max_consecutive_failed_groups,
+        sampler=buffer.sampler.name,
+        priority_exponent=buffer.sampler.exponent,
+        seed=config.seed,
+        retain=buffer.durability != "none",
     )
 
 
 def main() -> None:
     run = process.start("buffer")
-    core = Core(settings(run.config, state.lineage(run.folder)))
-    serve(core, run.folder / "buffer.endpoint", run.config.buffer.max_frame_bytes)
+    serve(settings(run.config), run.config.buffer, run.folder)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ import yaml
 from msgspec import Meta, Struct
 
 from async_rl.errors import ConfigError
+from buffers import keys
 from buffers.config import BufferConfig
+from buffers.errors import KeysError
 from staleness.config import StalenessConfig
 
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -177,6 +179,9 @@ class LaunchConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Give each pool its own CPU cores."""
     startup_s: PositiveFloat = 600.0
     """Longest time for everything to be ready."""
+    max_restarts: Annotated[int, Meta(ge=0)] = 3
+    """Times that the buffer, or one rollout worker, is started again after a signal has killed it; then the run fails.
+    An error of its own fails the run at once."""
     stall_s: PositiveFloat = 600.0
     """Longest time in which neither a token is generated nor a batch trained, before the run fails."""
     shutdown_s: PositiveFloat = 30.0
@@ -272,6 +277,33 @@ def check(config: Config) -> None:
             "buffer.group_size", 1, "advantages compare the members of a group, so a group of one never trains",
             "Use at least 2",
         )  # fmt: skip
+    groups = buffer.groups
+    if groups.min_group > buffer.group_size:
+        raise ConfigError(
+            "buffer.groups.min_group", groups.min_group,
+            f"larger than buffer.group_size = {buffer.group_size}, so no group could ever be trained on",
+            f"Use at most {buffer.group_size}",
+        )  # fmt: skip
+    if config.staleness.on_stale == "pace":
+        for path, value, wanted in (
+            ("buffer.sampler.name", buffer.sampler.name, "oldest"),
+            ("buffer.slack", buffer.slack, 0),
+            ("buffer.groups.policy", groups.policy, "whole"),
+        ):
+            if value != wanted:
+                raise ConfigError(
+                    path, value, "staleness.on_stale: pace holds each batch for its oldest groups, which needs "
+                    f"{wanted!r} here", f"Set {path}={wanted}, or staleness.on_stale: mask",
+                )  # fmt: skip
+    if not re.fullmatch(r"(tcp://|ipc://).+", buffer.security.bind):
+        raise ConfigError(
+            "buffer.security.bind", buffer.security.bind, "not an address ZeroMQ can listen on",
+            "Write for example tcp://127.0.0.1:*",
+        )  # fmt: skip
+    try:
+        keys.check(buffer.security.bind, buffer.security.keys)
+    except KeysError as error:
+        raise ConfigError("buffer.security", buffer.security.bind, str(error), "See `async-rl keys --help`") from error
     if config.data.system_prompt is not None and not config.data.chat_template:
         raise ConfigError(
             "data.system_prompt", config.data.system_prompt, "it is part of a chat, and data.chat_template is false",
@@ -320,6 +352,12 @@ def notes(config: Config) -> list[str]:
         out.append("one optimizer step per batch: the PPO ratio is 1, so clipping does nothing; the correction is all")
     if correction.name == "none" and config.staleness.max_staleness > 0:
         out.append("staleness.correction.name: none ignores the difference between the sampling and trained policy")
+    groups = config.buffer.groups
+    if groups.policy == "deadline_versions" and groups.deadline_versions > config.staleness.max_staleness:
+        out.append(
+            f"groups are cut {groups.deadline_versions} steps after their issue, but tokens older than "
+            f"{config.staleness.max_staleness} are not trained on: early members may have gone stale by then"
+        )
     slots = config.rollout.workers * config.rollout.slots
     window = (config.staleness.max_staleness + 1) * config.buffer.batch_size + config.buffer.slack
     if slots > window:

@@ -17,6 +17,9 @@ from pathlib import Path
 
 from async_rl.config import Config, load
 from async_rl.errors import ConfigError, DataError
+from buffers.client import Client, read_endpoint
+from buffers.errors import JournalError, KeysError
+from buffers.messages import Role
 
 _PR_SET_PDEATHSIG = 1
 
@@ -58,6 +61,16 @@ def start(role: str) -> Run:
     return run
 
 
+def client(run: Run, name: str, role: Role) -> Client:
+    """A connection to the run's buffer."""
+    return Client(read_endpoint(run.folder / "buffer.endpoint"), name, role, keys(run.config))
+
+
+def keys(config: Config) -> Path | None:
+    """The folder of the keys that connections to the buffer need, if they need any."""
+    return Path(config.buffer.security.keys) if config.buffer.security.keys else None
+
+
 _current: list[Run] = []
 
 
@@ -68,7 +81,11 @@ def guard(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        text = f"error: {error}" if isinstance(error, ConfigError | DataError) else traceback.format_exc()
+        text = (
+            f"error: {error}"
+            if isinstance(error, ConfigError | DataError | JournalError | KeysError)
+            else traceback.format_exc()
+        )
         print(text, file=sys.stderr, flush=True)
         if _current:
             errors = _current[0].folder / "errors"

@@ -15,5 +15,9 @@ class BufferGone(BufferFailure, TimeoutError):
     """The buffer did not answer within its deadline."""
 
 
-class DumpError(BufferFailure, ValueError):
-    """A dump that does not exist or does not hold what was asked for."""
+class JournalError(BufferFailure, OSError):
+    """A journal that cannot be written, is damaged before its end, or does not exist."""
+
+
+class KeysError(BufferFailure, ValueError):
+    """Keys that are missing, or an address that needs them."""

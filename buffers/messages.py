@@ -27,11 +27,23 @@ class Message(Struct, frozen=True, tag=True, tag_field="type"):
 # --- from a peer to the buffer ---------------------------------------------------------------------------------
 
 
+class Held(Struct, frozen=True, array_like=True):
+    """A ticket that a worker has: being generated, or ended and not acknowledged."""
+
+    ticket: int
+    attempt: int
+
+
 class Hello(Message, frozen=True):
-    """First message of every peer. `slots`: trajectories a worker generates at once."""
+    """First message of every peer, a worker's and the feeder's heartbeat, and how what was missed is made good.
+
+    Answered by `Welcome`. `slots`: trajectories a worker generates at once. `holding`: its tickets; the buffer sends
+    those that are missing and cancels those that are not the worker's any more. The feeder is told its credit.
+    """
 
     role: Role
     slots: int = 0
+    holding: list[Held] = []
 
 
 class Prompt(Struct, frozen=True):
@@ -43,28 +55,34 @@ class Prompt(Struct, frozen=True):
 
 
 class Submit(Message, frozen=True):
-    """Feeder: prompts to make groups of, within the credit granted."""
+    """Feeder: prompts to make groups of, within the credit granted. `first`: place of the first in the order of all
+    prompts. What was submitted before is ignored, what is ahead of its turn or beyond the credit is not taken; a new
+    `Credit` then says where to go on."""
 
+    first: int
     prompts: list[Prompt]
 
 
 class Append(Message, frozen=True):
-    """Worker: chunks, in the frames that follow (`Chunks`). `seq` grows by one per message and is acknowledged."""
+    """Worker: `rows` chunks of `tokens` tokens in the frame that follows (`Chunks`). Acknowledged by `seq`."""
 
     seq: int
+    rows: int
+    tokens: int
 
 
 class Outcome(Struct, frozen=True):
-    """How one trajectory ended at its worker.
+    """How far one trajectory has come at its worker.
 
-    `length` counts sampled tokens and must equal what was streamed. A `finished` trajectory has a reward; a `failed`
-    one has an error. `span_mismatch`: the engine's own record of versions disagrees with the tags streamed.
+    `length` counts the tokens of the whole response. `generated`: complete, the reward to come. `finished`: with a
+    reward. `failed`: with an error; `refused`: with one that a second try would meet again. `span_mismatch`: the
+    engine's own record of versions disagrees with the tags streamed.
     """
 
     ticket: int
     attempt: int
     length: int
-    status: Literal["finished", "failed"]
+    status: Literal["generated", "finished", "failed", "refused"]
     finish_reason: str = ""
     reward: float | None = None
     error: str = ""
@@ -72,21 +90,34 @@ class Outcome(Struct, frozen=True):
 
 
 class Outcomes(Message, frozen=True):
-    """Worker: trajectories that have ended."""
+    """Worker: what has become of trajectories. Acknowledged by `seq`."""
 
+    seq: int
     outcomes: list[Outcome]
+    busy_s: float = 0.0
+    """Seconds for which the worker has generated so far."""
+    overhead_s: float = 0.0
+    """Seconds of its own processor time that it has spent on streaming and accounts so far."""
 
 
 class Published(Message, frozen=True):
-    """Learner: this version can be pulled. Sent before the first ticket; later versions come with `Commit`."""
+    """Learner: this version can be pulled. Sent at its start; later versions come with `Commit`.
+
+    `forks` is the learner's lineage (`staleness/versions.py`). A version of a new incarnation means that the learner
+    has gone back to a checkpoint: leases return, and what was committed after that checkpoint is offered again.
+    """
 
     version: int
+    forks: list[int] = []
+    request: int = 0
 
 
 class Take(Message, frozen=True):
-    """Learner: a batch to be trained at `version`. Answered by `Batch` as soon as one can be offered."""
+    """Learner: a batch to be trained at `version`. Answered by `Batch` as soon as one can be offered. Asked again with
+    the same version while the batch is not committed, it is answered with the same batch."""
 
     version: int
+    request: int = 0
 
 
 class Fetch(Message, frozen=True):
@@ -94,6 +125,7 @@ class Fetch(Message, frozen=True):
 
     lease: int
     tickets: list[int]
+    request: int = 0
 
 
 class Commit(Message, frozen=True):
@@ -102,23 +134,58 @@ class Commit(Message, frozen=True):
     lease: int
     version: int
     changed: bool = True
+    request: int = 0
+
+
+class Checkpointed(Message, frozen=True):
+    """Learner: the checkpoint of `step` is durable; what was trained in earlier steps need not be kept."""
+
+    step: int
+    request: int = 0
 
 
 class Status(Message, frozen=True):
     """Anyone: asks for `StatusReply`."""
 
+    request: int = 0
 
-class Dump(Message, frozen=True):
-    """Observer: write everything held to `path`; answered by `Dumped`."""
 
-    path: str
+class Lost(Message, frozen=True):
+    """Feeder or server, or whoever knows: the process named so is gone. Its tickets go to others, its leases return."""
+
+    name: str
+
+
+class GiveUp(Message, frozen=True):
+    """Server: these groups have held a batch up for too long; they are dropped and counted."""
+
+    serials: list[int]
+
+
+class NewLife(Message, frozen=True):
+    """Server: the whole run has been started again. All peers of before are gone, and nothing is issued or offered
+    until a learner has published the weights it restored."""
+
+
+class Reloaded(Message, frozen=True):
+    """Server: parked trajectories, read from the journal. `spans[i]` belong to `tickets[i]`; the frames hold all tokens
+    and all log-probs. What the journal does not have any more is not in it and will be missed."""
+
+    tickets: list[int]
+    lengths: list[int]
+    spans: list[list[tuple[int, int]]]
+    wanted: list[int]
 
 
 # --- from the buffer to a peer ---------------------------------------------------------------------------------
 
 
 class Ticket(Struct, frozen=True):
-    """Permission to generate one trajectory of at most `max_tokens`, after `min_version` has been applied."""
+    """Permission to generate one trajectory, after `min_version` has been applied.
+
+    `prefix` is what an earlier attempt has streamed; `max_tokens` more may follow. With a `finish_reason` the response
+    is complete and only its reward is wanted.
+    """
 
     id: int
     attempt: int
@@ -128,12 +195,20 @@ class Ticket(Struct, frozen=True):
     row: bytes
     min_version: int
     max_tokens: int
+    prefix: list[int] = []
+    finish_reason: str = ""
 
 
 class Tickets(Message, frozen=True):
     """To a worker: start these."""
 
     tickets: list[Ticket]
+
+
+class Cancel(Message, frozen=True):
+    """To a worker: stop these and forget them, if they are running."""
+
+    tickets: list[Held]
 
 
 class News(Message, frozen=True):
@@ -143,29 +218,43 @@ class News(Message, frozen=True):
     changed: bool
 
 
+class Welcome(Message, frozen=True):
+    """To any peer: the answer to its hello. `boot` is new with every start of the server; whoever sees another one
+    repeats what was not acknowledged."""
+
+    boot: str
+
+
 class Refusal(Struct, frozen=True):
-    """One chunk that was not stored. `gap`: resend from `expected`; `fenced`: stop, the ticket is not yours."""
+    """A chunk or outcome that was not accepted. `gap`: repeat from `expected`; `fenced`: stop, the ticket is not yours;
+    `invalid`: beyond the token budget, or from a version that does not exist."""
 
     ticket: int
+    attempt: int
     reason: Literal["gap", "fenced", "invalid"]
     expected: int
 
 
 class Ack(Message, frozen=True):
-    """To a worker: the chunks of message `seq` are stored, but for the refused ones."""
+    """To a worker: message `seq` is stored, but for what is refused."""
 
     seq: int
     refused: list[Refusal] = []
 
 
 class Credit(Message, frozen=True):
-    """To the feeder: it may have submitted `total` prompts since the start of the run."""
+    """To the feeder: prompts before place `upto` of the order of all prompts may be submitted, from place `next` on.
 
-    total: int
+    Before the first prompt ever `next` is None, the feeder chooses where to begin, and `upto` counts from there.
+    """
+
+    upto: int
+    next: int | None = None
 
 
 class BatchRow(Struct, frozen=True, array_like=True):
-    """One trajectory of a batch. `trainable` counts the tokens that the bound lets through."""
+    """One trajectory of a batch. `trainable` counts the tokens that the bound lets through; `weight` corrects for a
+    sampler that prefers some groups."""
 
     ticket: int
     group: int
@@ -174,6 +263,7 @@ class BatchRow(Struct, frozen=True, array_like=True):
     length: int
     trainable: int
     reward: float
+    weight: float = 1.0
 
 
 class Batch(Message, frozen=True):
@@ -184,23 +274,32 @@ class Batch(Message, frozen=True):
     rows: list[BatchRow]
     group_rewards: list[list[float]]
     stats: Stats
+    request: int = 0
 
 
 class Samples(Message, frozen=True):
     """To a rank: the fetched trajectories, in the frames that follow (`SampleArrays`)."""
 
     lease: int
+    request: int = 0
 
 
 class Committed(Message, frozen=True):
-    """To rank 0: the lease is retired. `cursor`: prompts up to here have ended in one way or another."""
+    """To rank 0: the lease is retired. `cursor`: prompts before this place have ended in one way or another."""
 
     lease: int
     cursor: int
+    request: int = 0
+
+
+class Done(Message, frozen=True):
+    """To a learner: `Published` or `Checkpointed` has been noted."""
+
+    request: int = 0
 
 
 class Stats(Struct, frozen=True):
-    """Counters since the start of the buffer. Trajectories unless the name says otherwise."""
+    """Counters since the start of the run. Trajectories unless the name says otherwise."""
 
     issued: int = 0
     trained: int = 0
@@ -210,6 +309,7 @@ class Stats(Struct, frozen=True):
     running: int = 0
     ready: int = 0
     leased: int = 0
+    parked: int = 0
     limit: int = 0
     tokens: int = 0
     chunks: int = 0
@@ -220,21 +320,29 @@ class Stats(Struct, frozen=True):
     refused_chunks: int = 0
     refused_messages: int = 0
     failed_groups: int = 0
+    late_groups: int = 0
+    lost_workers: int = 0
+    reissued: int = 0
+    """Tickets that were given to another worker after a death."""
+    kept_tokens: int = 0
+    """Tokens that such tickets went on from."""
+    discarded_tokens: int = 0
+    """Tokens of such tickets that had to be generated again."""
+    expired_lengths: list[int] = []
+    """Expired trajectories by length: entry i counts lengths below 2 ** i and not below 2 ** (i - 1)."""
     version: int = -1
+    worker_busy_s: float = 0.0
+    worker_overhead_s: float = 0.0
     last_error: str = ""
 
     @property
     def in_flight(self) -> int:
-        return self.running + self.ready + self.leased
+        return self.running + self.ready + self.leased + self.parked
 
 
 class StatusReply(Message, frozen=True):
     stats: Stats
-
-
-class Dumped(Message, frozen=True):
-    path: str
-    trajectories: int
+    request: int = 0
 
 
 class Fatal(Message, frozen=True):
@@ -248,12 +356,25 @@ class Rejected(Message, frozen=True):
     """To a peer: its message broke the protocol and was not acted on."""
 
     reason: str
+    request: int = 0
 
 
-Inbound = Hello | Submit | Append | Outcomes | Published | Take | Fetch | Commit | Status | Dump
-Outbound = Tickets | News | Ack | Credit | Batch | Samples | Committed | StatusReply | Dumped | Fatal | Rejected
+class Reload(Message, frozen=True):
+    """To the server itself: read these parked trajectories from the journal."""
+
+    tickets: list[int]
+
+
+FromPeer = Hello | Submit | Append | Outcomes | Published | Take | Fetch | Commit | Checkpointed | Status | Lost
+Inbound = FromPeer | GiveUp | NewLife | Reloaded
+ToWorker = Tickets | Cancel | News | Ack
+ToLearner = Batch | Samples | Committed | Done
+Outbound = ToWorker | ToLearner | Credit | Fatal | Welcome | StatusReply | Rejected
+Request = Published | Take | Fetch | Commit | Checkpointed | Status
+"""Messages that their sender repeats until an answer with the same `request` comes."""
 
 _encoder = msgspec.msgpack.Encoder()
+_from_peer = msgspec.msgpack.Decoder(FromPeer)
 _inbound = msgspec.msgpack.Decoder(Inbound)
 _outbound = msgspec.msgpack.Decoder(Outbound)
 
@@ -262,10 +383,19 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
+def decode_from_peer(frame: bytes | memoryview) -> FromPeer:
+    """What came over the wire."""
+    try:
+        return _from_peer.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"malformed message: {error}") from error
+
+
 def decode_inbound(frame: bytes | memoryview) -> Inbound:
+    """What the journal holds: messages of peers and of the server itself."""
     try:
         return _inbound.decode(frame)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProtocolError(f"malformed message: {error}") from error
 
 
@@ -294,9 +424,17 @@ def _column(frame: bytes | memoryview, dtype: type[Scalar], name: str) -> NDArra
     return np.frombuffer(frame, dtype=dtype)
 
 
+ROW_BYTES = 28
+TOKEN_BYTES = 8
+
+
 @dataclass(frozen=True)
 class Chunks:
-    """Chunks of one flush, as columns: the first five have one entry a chunk, the last two one a token."""
+    """Chunks of one flush, as columns: the first five have one entry a chunk, the last two one a token.
+
+    On the wire they are one frame, 28 bytes a chunk and 8 a token: ticket, version, attempt, offset, length, tokens,
+    log-probs. A chunk of injected tokens has version `INJECTED` and log-probs that nobody reads.
+    """
 
     ticket: NDArray[np.int64]
     attempt: NDArray[np.int32]
@@ -306,34 +444,38 @@ class Chunks:
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
 
-    def to_frames(self) -> list[memoryview]:
-        columns = (self.ticket, self.attempt, self.offset, self.length, self.version, self.tokens, self.logprobs)
-        return [_frame(column) for column in columns]
+    def to_frame(self) -> bytes:
+        columns = (self.ticket, self.version, self.attempt, self.offset, self.length, self.tokens, self.logprobs)
+        return b"".join(_frame(column) for column in columns)
+
+    def header(self, seq: int) -> Append:
+        return Append(seq, self.ticket.size, self.tokens.size)
 
     @classmethod
-    def from_frames(cls, frames: Sequence[bytes | memoryview]) -> Chunks:
+    def from_frames(cls, head: Append, frames: Sequence[bytes | memoryview]) -> Chunks:
         """Checks that the columns belong together; what they say is for the core to check."""
-        if len(frames) != 7:
-            raise ProtocolError(f"chunks come in 7 frames, got {len(frames)}")
-        chunks = cls(
-            ticket=_column(frames[0], np.int64, "ticket"),
-            attempt=_column(frames[1], np.int32, "attempt"),
-            offset=_column(frames[2], np.int32, "offset"),
-            length=_column(frames[3], np.int32, "length"),
-            version=_column(frames[4], np.int64, "version"),
-            tokens=_column(frames[5], np.int32, "tokens"),
-            logprobs=_column(frames[6], np.float32, "logprobs"),
-        )
-        rows = chunks.ticket.size
-        if not rows == chunks.attempt.size == chunks.offset.size == chunks.length.size == chunks.version.size:
-            raise ProtocolError("chunk columns differ in length")
-        if rows and (
-            chunks.length.min() < 1 or chunks.offset.min() < 0 or chunks.ticket.min() < 0 or chunks.attempt.min() < 1
-        ):
+        rows, tokens = head.rows, head.tokens
+        if len(frames) != 1:
+            raise ProtocolError(f"chunks come in 1 frame, got {len(frames)}")
+        size = len(frames[0])
+        if rows < 0 or tokens < 0 or size != rows * ROW_BYTES + tokens * TOKEN_BYTES:
+            raise ProtocolError(f"{rows} chunks of {tokens} tokens do not make {size} bytes")
+        data = memoryview(frames[0])
+        at = 0
+
+        def column(dtype: type[Scalar], count: int) -> NDArray[Scalar]:
+            nonlocal at
+            start, at = at, at + count * np.dtype(dtype).itemsize
+            return np.frombuffer(data[start:at], dtype=dtype)
+
+        ticket, version = column(np.int64, rows), column(np.int64, rows)
+        attempt, offset, length = column(np.int32, rows), column(np.int32, rows), column(np.int32, rows)
+        chunks = cls(ticket, attempt, offset, length, version, column(np.int32, tokens), column(np.float32, tokens))
+        if rows and (length.min() < 1 or offset.min() < 0 or ticket.min() < 0 or attempt.min() < 1):
             raise ProtocolError("a chunk has a negative ticket or offset, an attempt below 1, or no tokens")
-        total = int(chunks.length.sum(dtype=np.int64))
-        if not total == chunks.tokens.size == chunks.logprobs.size:
-            raise ProtocolError(f"lengths add up to {total} tokens, but {chunks.tokens.size} came")
+        total = int(length.sum(dtype=np.int64))
+        if total != tokens:
+            raise ProtocolError(f"lengths add up to {total} tokens, but {tokens} came")
         return chunks
 
 
@@ -341,28 +483,36 @@ class Chunks:
 class SampleArrays:
     """Fetched trajectories as columns, in the order asked for.
 
-    `prompts` concatenates the prompts of the trajectories' groups, each once, in order of first use; the other columns
-    concatenate the sampled tokens. `mask` is 1 where a token may be trained on.
+    `prompts` concatenates the prompts of the trajectories' groups, each once, in order of first use. The next three
+    concatenate the tokens; `mask` is 1 where a token may be trained on. The last two are run-length versions: span i is
+    `span_length[i]` tokens of `span_version[i]` (`INJECTED` where nobody sampled).
     """
 
+    prompts: NDArray[np.int32]
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
-    versions: NDArray[np.int64]
     mask: NDArray[np.uint8]
-    prompts: NDArray[np.int32]
+    span_length: NDArray[np.int32]
+    span_version: NDArray[np.int64]
+
+    @property
+    def versions(self) -> NDArray[np.int64]:
+        """The version of each token."""
+        return np.repeat(self.span_version, self.span_length)
 
     def to_frames(self) -> list[memoryview]:
-        columns = (self.tokens, self.logprobs, self.versions, self.mask, self.prompts)
+        columns = (self.prompts, self.tokens, self.logprobs, self.mask, self.span_length, self.span_version)
         return [_frame(column) for column in columns]
 
     @classmethod
     def from_frames(cls, frames: Sequence[bytes | memoryview]) -> SampleArrays:
-        if len(frames) != 5:
-            raise ProtocolError(f"samples come in 5 frames, got {len(frames)}")
+        if len(frames) != 6:
+            raise ProtocolError(f"samples come in 6 frames, got {len(frames)}")
         return cls(
-            tokens=_column(frames[0], np.int32, "tokens"),
-            logprobs=_column(frames[1], np.float32, "logprobs"),
-            versions=_column(frames[2], np.int64, "versions"),
+            prompts=_column(frames[0], np.int32, "prompts"),
+            tokens=_column(frames[1], np.int32, "tokens"),
+            logprobs=_column(frames[2], np.float32, "logprobs"),
             mask=_column(frames[3], np.uint8, "mask"),
-            prompts=_column(frames[4], np.int32, "prompts"),
+            span_length=_column(frames[4], np.int32, "span_length"),
+            span_version=_column(frames[5], np.int64, "span_version"),
         )

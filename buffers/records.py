@@ -1,24 +1,30 @@
-"""What the core keeps: trajectories, groups, leases, workers; and the sizes it is made with."""
+"""What the core keeps: trajectories, groups, leases, workers; and the settings it is made with."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from buffers import messages as m
+from buffers.config import GroupPolicy, OnFailed, SamplerName
 from staleness import bounds
 from staleness.bounds import OnStale
-from staleness.versions import Lineage
 
-State = Literal["running", "ready", "leased", "trained", "expired", "failed", "cancelled"]
+State = Literal["running", "ready", "leased", "parked", "trained", "expired", "failed", "cancelled"]
+STATES: tuple[State, ...] = ("running", "ready", "leased", "parked", "trained", "expired", "failed", "cancelled")
+IN_FLIGHT: tuple[State, ...] = ("running", "ready", "leased", "parked")
+"""`parked`: trained after the checkpoint that a learner has gone back to; in the journal, to be offered again."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Sizes in trajectories, lengths in tokens; see `buffers/config.py` and `staleness/config.py`."""
+class Settings(Struct, frozen=True):
+    """Sizes in trajectories, lengths in tokens; see `buffers/config.py` and `staleness/config.py`.
+
+    `retain` keeps committed trajectories on record until a checkpoint contains them, which needs a journal.
+    """
 
     batch: int
     group: int
@@ -26,70 +32,96 @@ class Settings:
     max_tokens: int
     slack: int = 0
     on_stale: OnStale = "mask"
+    group_policy: GroupPolicy = "whole"
+    deadline_versions: int = 1
+    min_group: int = 1
+    on_failed: OnFailed = "shrink"
+    max_attempts: int = 3
     max_consecutive_failed_groups: int = 8
-    lineage: Lineage = field(default_factory=Lineage)
+    replayable: bool = True
+    sampler: SamplerName = "oldest"
+    priority_exponent: float = 1.0
+    seed: int = 0
+    retain: bool = False
 
     @property
     def limit(self) -> int:
-        """Most trajectories in flight."""
+        """Most trajectories in memory."""
         return bounds.capacity(max_staleness=self.max_staleness, batch=self.batch, slack=self.slack)
-
-
-class Chunk(NamedTuple):
-    """One accepted append: where it starts, how many tokens, sampled at which version."""
-
-    offset: int
-    length: int
-    version: int
 
 
 @dataclass(eq=False)
 class Trajectory:
-    """One ticket and what has been streamed for it; the tokens are in the pool."""
+    """One ticket and what is known of it; the tokens are in the pool.
+
+    `step` is that of the batch that it was trained in and `commit` the number of that commit, for one that is retained
+    or parked. `deaths` counts the workers that died while they had it. `finish_reason` is known as soon as the response
+    is complete, before its reward. `born` is the newest version when the ticket was issued. `counted` is what its
+    commit added to the counters: stale tokens, tokens without a finite log-prob, and whether its tokens are of several
+    versions. `usable` is the mask computed for version `usable_at`.
+    """
 
     ticket: int
     group: Group
     member: int
+    attempt: int = 1
+    deaths: int = 0
     state: State = "running"
     worker: str | None = None
-    chunks: list[Chunk] = field(default_factory=list[Chunk])
     reward: float | None = None
-    mask: NDArray[np.bool_] | None = None
-
-    @property
-    def versions(self) -> int:
-        return len({chunk.version for chunk in self.chunks})
+    finish_reason: str = ""
+    step: int = -1
+    commit: int = -1
+    born: int = -1
+    counted: tuple[int, int, bool] = (0, 0, False)
+    usable: NDArray[np.bool_] | None = None
+    usable_at: int = -1
 
 
 @dataclass(eq=False)
 class Group:
-    """The n trajectories of one prompt. `serial` counts groups in order of issue."""
+    """The n trajectories of one prompt.
+
+    `serial` counts groups in order of issue, `index` is the prompt's place in the order of all prompts. `members` has
+    one trajectory a slot: a replacement takes the slot of the failed one.
+    """
 
     serial: int
+    index: int
     prompt: m.Prompt
     issued_at: int
     members: list[Trajectory] = field(default_factory=list[Trajectory])
+    tickets_of: list[int] = field(default_factory=list[int])
+    """Tickets issued for each slot."""
 
-    @property
-    def complete(self) -> bool:
-        return all(member.state != "running" for member in self.members)
-
-    def having(self, state: State) -> list[Trajectory]:
-        return [member for member in self.members if member.state == state]
+    def having(self, *states: State) -> list[Trajectory]:
+        return [member for member in self.members if member.state in states]
 
     @property
     def rewards(self) -> list[float]:
+        """Every reward known: also those of members that have expired or been trained on."""
         return [member.reward for member in self.members if member.reward is not None]
+
+    @property
+    def ended(self) -> bool:
+        return not self.having(*IN_FLIGHT)
 
 
 @dataclass(eq=False)
 class Worker:
+    """`number` is what the pool knows it by."""
+
+    number: int
     slots: int
-    tickets: set[int] = field(default_factory=set[int])
+    tickets: dict[int, None] = field(default_factory=dict[int, None])
 
 
 @dataclass(frozen=True)
 class Lease:
+    """A batch handed out. `batch` is the message it went out with."""
+
     id: int
     version: int
+    holder: str
     trajectories: list[Trajectory]
+    batch: m.Batch

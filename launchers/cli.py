@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from launchers import devices, folders, local
 from launchers.errors import LaunchError
 
 USAGE = 2
+DAMAGED = 1
 
 
 def main() -> None:
@@ -46,7 +48,8 @@ def parser() -> argparse.ArgumentParser:
     _train(commands.add_parser("train", help="train a model", formatter_class=argparse.RawDescriptionHelpFormatter))
     _eval(commands.add_parser("eval", help="accuracy on the held-out prompts, before against after training"))
     _model(commands.add_parser("model", help="models that come as packages"))
-    _buffer(commands.add_parser("buffer", help="look into a run's replay buffer"))
+    _buffer(commands.add_parser("buffer", help="look into a run's replay buffer, check it, export it"))
+    _keys(commands.add_parser("keys", help="make keys for connections between hosts"))
     doctor = commands.add_parser("doctor", help="what is installed and what works here")
     doctor.set_defaults(command=lambda _: _module("launchers.doctor"))
     return top
@@ -163,20 +166,95 @@ def _fetch(name: str) -> int:
     return _module("async_rl.fetch", name)
 
 
+BUFFER = """What a run's replay buffer holds and held, as its journal (RUN/journal) has it. The run may be going on.
+
+Without a journal (buffer.durability: none) there is nothing to look at.
+"""
+
+EXPORT = """Write trajectories to a Parquet file, one row each, with every token, its log-prob and its version.
+
+What is in flight is there, and what has ended in the files that the journal still has: at least what no checkpoint
+contains.
+"""
+
+
 def _buffer(parser: argparse.ArgumentParser) -> None:
+    parser.description = BUFFER
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    inspect = actions.add_parser("inspect", help="what the buffer held at the end of a run")
-    inspect.add_argument("run", metavar="RUN", help="a run's name or folder")
-    inspect.add_argument("--runs", default="runs", metavar="DIR", help="where run folders are (default: runs)")
-    inspect.add_argument("--ticket", type=int, metavar="ID", help="this trajectory in full")
+    inspect = _of_run(actions.add_parser("inspect", help="trajectories in flight, counters, journal files"))
+    inspect.description = "Trajectories in flight, counters, journal files; the trajectory of most versions in full."
+    inspect.add_argument("--ticket", type=int, metavar="ID", help="this trajectory only, chunk by chunk")
     inspect.set_defaults(command=_inspect)
+    verify = _of_run(actions.add_parser("verify", help="whether the journal is intact"))
+    verify.description = (
+        "Read and replay the whole journal. Exit code 1 if it is damaged; the file and the byte are named."
+    )
+    verify.set_defaults(command=_verify)
+    export = _of_run(actions.add_parser("export", help="write trajectories to a Parquet file"))
+    export.description = EXPORT
+    export.add_argument("--output", metavar="FILE", help="file to write (default: RUN/trajectories.parquet)")
+    export.add_argument("--states", metavar="A,B", help="only those in these states: trained,ready (default: all)")
+    export.set_defaults(command=_export)
+
+
+def _of_run(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.add_argument("run", metavar="RUN", help="a run's name or folder")
+    parser.add_argument("--runs", default="runs", metavar="DIR", help="where run folders are (default: runs)")
+    return parser
 
 
 def _inspect(args: argparse.Namespace) -> int:
     from buffers.inspect import show
 
-    folder: Path = folders.old(args.run, args.runs)
-    show(folder / "buffer.npz", ticket=args.ticket)
+    show(folders.old(args.run, args.runs) / "journal", args.ticket)
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from buffers.verify import show, verify
+
+    report = verify(folders.old(args.run, args.runs) / "journal")
+    show(report)
+    return DAMAGED if report.damage else 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from buffers.export import export
+    from buffers.records import STATES
+
+    run = folders.old(args.run, args.runs)
+    asked = list(STATES) if args.states is None else args.states.split(",")
+    for name in asked:
+        if name not in STATES:
+            raise ConfigError("--states", args.states, f"{name!r} is no state", f"Choose from {','.join(STATES)}")
+    target = Path(args.output) if args.output else run / "trajectories.parquet"
+    written = export(run / "journal", target, {name for name in STATES if name in asked})
+    print(f"{sum(written.values())} trajectories in {target}")
+    for name in STATES:
+        if written[name]:
+            print(f"  {name:>9} {written[name]}")
+    return 0
+
+
+KEYS = """Make the keys that encrypt the buffer's connections and admit only those who have them.
+
+A buffer that other hosts can reach (buffer.security.bind) needs them.
+"""
+
+
+def _keys(parser: argparse.ArgumentParser) -> None:
+    parser.description = KEYS
+    parser.add_argument("folder", metavar="DIR", help="new folder for the keys; only you can read it")
+    parser.set_defaults(command=_make_keys)
+
+
+def _make_keys(args: argparse.Namespace) -> int:
+    from buffers import keys
+
+    folder = Path(args.folder).resolve()
+    keys.make(folder)
+    print(f"keys are in {folder}; use them with")
+    print(f"  --set {shlex.quote(f'buffer.security.keys={folder}')}")
     return 0
 
 

@@ -12,15 +12,21 @@ BATCH = 64
 
 
 class Feeder:
-    """`start` prompts of the order have ended in an earlier life of the run and are skipped."""
+    """Gives the prompts from place `start` of the order on, unless the buffer knows how far an earlier life came."""
 
     def __init__(self, client: Client, prompts: Prompts, *, seed: int, shuffle: bool, start: int) -> None:
         self._client = client
         self._prompts = prompts
-        self._keys = order(len(prompts), seed=seed, shuffle=shuffle, start=start)
-        self._submitted = 0
+        self._seed, self._shuffle = seed, shuffle
+        self._start = start
+        self._go_to(start)
         self.stats = m.Stats()
-        self.dumped: m.Dumped | None = None
+        self.last_word = False
+        """Whether `stats` answers the last question asked."""
+
+    def _go_to(self, place: int) -> None:
+        self._place = place
+        self._keys = order(len(self._prompts), seed=self._seed, shuffle=self._shuffle, start=place)
 
     def turn(self, timeout_s: float) -> None:
         """Waits up to `timeout_s` for the buffer and acts on everything it has said."""
@@ -31,30 +37,37 @@ class Feeder:
 
     def ask_status(self) -> None:
         """The answer comes with a later turn and lands in `stats`."""
+        self.last_word = False
         self._client.send(m.Status())
+
+    def lost(self, name: str) -> None:
+        """Tells the buffer that a process has died, so that others go on with what it had."""
+        self._client.send(m.Lost(name))
 
     def _act(self, message: m.Outbound) -> None:
         match message:
-            case m.Credit(total):
-                self._submit(total - self._submitted)
+            case m.Credit(upto, place):
+                self._submit(upto, place)
             case m.StatusReply(stats):
-                self.stats = stats
-            case m.Dumped():
-                self.dumped = message
+                self.stats, self.last_word = stats, True
             case m.Fatal(reason, stats):
                 self.stats = stats
                 raise RunFailed(reason)
             case m.Rejected(reason):
                 raise RunFailed(reason)
+            case m.Welcome():
+                pass
             case other:
                 raise RunFailed(f"the feeder cannot act on {type(other).__name__}")
 
-    def _submit(self, count: int) -> None:
-        keys = [next(self._keys) for _ in range(count)]
-        self._submitted += count
-        for i in range(0, count, BATCH):
-            batch = [
-                m.Prompt(key, self._prompts.tokens[key[1]].tolist(), self._prompts.rows[key[1]])
-                for key in keys[i : i + BATCH]
-            ]
-            self._client.send(m.Submit(batch))
+    def _submit(self, upto: int, place: int | None) -> None:
+        """Prompts up to a place of the order. If some that were submitted did not arrive, `place` is theirs."""
+        if place is None:
+            place, upto = self._start, self._start + upto
+        if place != self._place:
+            self._go_to(place)
+        while self._place < upto:
+            keys = [next(self._keys) for _ in range(min(BATCH, upto - self._place))]
+            batch = [m.Prompt(key, self._prompts.tokens[key[1]].tolist(), self._prompts.rows[key[1]]) for key in keys]
+            self._client.send(m.Submit(self._place, batch))
+            self._place += len(keys)

@@ -15,6 +15,7 @@ from types import FrameType
 import msgspec
 
 from async_rl import config as configuration
+from async_rl import process
 from async_rl.config import Config
 from async_rl.data.prompts import Prompts
 from async_rl.errors import AsyncRLError
@@ -33,9 +34,9 @@ from launchers.feeder import Feeder
 from launchers.supervisor import Supervisor
 
 TURN_S = 0.1
-DUMP_S = 30.0
+LAST_WORD_S = 30.0
 BETWEEN_PROCESSES = ("buffer.endpoint", "rendezvous", "prompts.npz", MANIFEST, REHEARSAL)
-AT_THE_END = ("summary.json", "buffer.npz", "timeline.json", "reward.png", "eval.json")
+AT_THE_END = ("summary.json", "timeline.json", "reward.png", "eval.json")
 """Files of a run's folder that a resumed run makes anew."""
 
 
@@ -63,7 +64,7 @@ class _Run:
     def __init__(self, config: Config, folder: Path) -> None:
         self.config = config
         self.folder = folder
-        self.supervisor = Supervisor(folder)
+        self.supervisor = Supervisor(folder, config.launch.max_restarts)
         self.metrics = MetricsReader(folder)
         self.earlier_steps = len(list(self.metrics.new()))
         self.feeder: Feeder | None = None
@@ -96,7 +97,9 @@ class _Run:
         assert self.feeder is not None
         while not self.supervisor.done("learner"):
             self.feeder.turn(TURN_S)
-            self.supervisor.check()
+            for name in self.supervisor.check():
+                display.line(f"{name} was killed and is started again")
+                self.feeder.lost(name)
             self._heed_interrupt(display)
             for record in self.metrics.new():
                 _show(record, display, tracker)
@@ -140,7 +143,9 @@ class _Run:
     def _feed(self) -> None:
         prompts = Prompts.read(self.folder / "prompts.npz")
         found = state.latest(self.folder / "checkpoints")
-        self.client = Client(read_endpoint(self.folder / "buffer.endpoint"), "feeder", "feeder")
+        self.client = Client(
+            read_endpoint(self.folder / "buffer.endpoint"), "feeder", "feeder", process.keys(self.config)
+        )
         self.feeder = Feeder(
             self.client,
             prompts,
@@ -165,17 +170,17 @@ class _Run:
             )
 
     def _finish(self) -> None:
-        """Last counters and the buffer's content, once the learner has ended well."""
-        assert self.client is not None
+        """Last counters, once the learner has ended well."""
         assert self.feeder is not None
-        self.feeder.ask_status()  # answered before the dump
-        self.client.send(m.Dump(str(self.folder / "buffer.npz")))
-        deadline = time.monotonic() + DUMP_S
-        while self.feeder.dumped is None:
+        deadline = time.monotonic() + LAST_WORD_S
+        self.feeder.ask_status()
+        while not self.feeder.last_word:
             self.supervisor.check()
             self.feeder.turn(TURN_S)
+            if self._every(2.0):
+                self.feeder.ask_status()
             if time.monotonic() > deadline:
-                raise RunFailed(f"the buffer did not write its content within {DUMP_S:g} s")
+                raise RunFailed(f"the buffer did not say how the run ended within {LAST_WORD_S:g} s")
         steps = read(self.folder)[-1:]
         if self.interrupted:
             raise Interrupted("stopped by the user; resume with --resume")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from launchers.devices import Place
 from launchers.errors import ComponentDied
 
 ANYWHERE = Place()
+RESTARTED = ("buffer", "worker")
 SHM = Path("/dev/shm")
 KILL_S = 5.0
 """Longest time between the decision to end everything and its end."""
@@ -30,13 +32,21 @@ class Child:
     role: str
     process: subprocess.Popen[bytes]
     log: Path
+    module: str
+    rank: int
+    place: Place
 
 
 class Supervisor:
-    """Starts each process in a group of its own, so that a terminal's Ctrl-C reaches only the supervisor."""
+    """Starts each process in a group of its own, so that a terminal's Ctrl-C reaches only the supervisor.
 
-    def __init__(self, folder: Path) -> None:
+    A buffer or worker that a signal has killed is started again, each at most `max_restarts` times.
+    """
+
+    def __init__(self, folder: Path, max_restarts: int = 0) -> None:
         self.folder = folder
+        self._max_restarts = max_restarts
+        self._restarts: Counter[str] = Counter()
         self.children: list[Child] = []
         self._begun = time.time()
         (folder / "logs").mkdir(exist_ok=True)
@@ -58,16 +68,32 @@ class Supervisor:
                 env=_environment(place),
                 start_new_session=True,
             )
-        child = Child(name, role, process, log)
+        child = Child(name, role, process, log, module, rank, place)
         self.children.append(child)
         return child
 
-    def check(self) -> None:
-        """Raises `ComponentDied` if a process has ended with an error, or at all where it should not."""
-        for child in self.children:
+    def check(self) -> list[str]:
+        """Starts again what can be and returns the names. Raises `ComponentDied` if another process has ended with an
+        error, or at all where it should not."""
+        again: list[str] = []
+        for child in list(self.children):
             code = child.process.poll()
-            if code is not None and (code != 0 or child.role in ("buffer", "worker")):
-                raise ComponentDied(f"{child.name} {how_it_ended(code)}{self._first_error(child)}")
+            if code is None or (code == 0 and child.role not in RESTARTED):
+                continue
+            if code < 0 and child.role in RESTARTED and self._restarts[child.name] < self._max_restarts:
+                self._restart(child)
+                again.append(child.name)
+                continue
+            raise ComponentDied(f"{child.name} {how_it_ended(code)}{self._first_error(child)}")
+        return again
+
+    def _restart(self, child: Child) -> None:
+        _kill_group(child.process.pid)  # an engine's own processes
+        self.children.remove(child)
+        self._restarts[child.name] += 1
+        with child.log.open("a") as log:
+            print(f"--- {child.name} was killed by a signal and is started again", file=log)
+        self.start(child.role, child.module, child.rank, child.place)
 
     def forget(self, role: str) -> None:
         """Drops processes that have ended well; their ids may be given to others."""

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-OnStale = Literal["mask", "drop"]
+OnStale = Literal["mask", "drop", "pace"]
 
 
 def capacity(*, max_staleness: int, batch: int, slack: int) -> int:
@@ -24,15 +24,16 @@ def admissible_groups(*, in_flight: int, group: int, limit: int) -> int:
     return max(0, (limit - in_flight) // group)
 
 
-def trainable(
-    ages: NDArray[np.int64], usable: NDArray[np.bool_], *, max_staleness: int, on_stale: OnStale
+def fresh(
+    ages: NDArray[np.int64], sampled: NDArray[np.bool_], *, max_staleness: int, on_stale: OnStale
 ) -> NDArray[np.bool_]:
-    """Which tokens of one trajectory may be trained on; all False means that none of it may.
+    """Which spans of one trajectory may be trained on; all False means that none of it may.
 
-    `ages` and `usable` (False where the behaviour log-prob is not finite) have one entry per sampled token. Under
-    `mask` stale tokens become context and the rest trains; under `drop` one stale token drops the trajectory.
+    `ages` and `sampled` (False for injected text, whose age means nothing) have one entry per span of equal version.
+    Under `mask` and `pace` stale spans become context and the rest trains; under `drop` one stale span drops the
+    trajectory.
     """
-    fresh = ages <= max_staleness
-    if on_stale == "drop" and not fresh.all():
-        return np.zeros_like(usable)
-    return fresh & usable
+    young = ages <= max_staleness
+    if on_stale == "drop" and not (young | ~sampled).all():
+        return np.zeros_like(sampled)
+    return young & sampled

@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 
 from staleness.errors import VersionError
 
+INJECTED = -1
+"""In place of a version: a token that no policy sampled (tool output, environment text). Never trained on."""
+
 _STEP_BITS = 32
 _STEP_MASK = (1 << _STEP_BITS) - 1
 

@@ -34,6 +34,7 @@ def plan(batch: Batch, *, ranks: int, algorithm: AlgorithmConfig) -> Plan:
     rewards = np.asarray([row.reward for row in batch.rows], np.float64)
     group_of = np.asarray([row.group for row in batch.rows], np.int64)
     values = advantages(algorithm, rewards, group_of, batch.group_rewards)
+    values = values * np.asarray([row.weight for row in batch.rows])
     cost = np.zeros(len(batch.group_rewards), np.int64)
     for row, value in zip(batch.rows, values, strict=True):
         cost[row.group] += row.length if value != 0 and row.trainable else 0

@@ -14,6 +14,7 @@ from urllib.parse import quote
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.distributed.device_mesh import init_device_mesh
 
 from async_rl import model, process
@@ -29,7 +30,7 @@ from async_rl.tracking.timeline import Timeline
 from async_rl.weights.manifest import Probe
 from async_rl.weights.publisher import Publisher
 from buffers import messages as m
-from buffers.client import Client, read_endpoint
+from staleness.versions import INJECTED
 from staleness.versions import pack as pack_version
 
 PROBE_TOKENS = 128
@@ -60,9 +61,8 @@ class Learner:
         self.prompts = Prompts.read(run.folder / "prompts.npz")
         self.lineage = state.lineage(run.folder)
         self.step, self.cursor = self._restore()
-        self.cursor_before = self.cursor
         self.stepper = Stepper(self.policy, self.optimizer, self.config)
-        self.client = Client(read_endpoint(run.folder / "buffer.endpoint"), run.name, "learner")
+        self.client = process.client(run, run.name, "learner")
         if self.rank == 0:
             self.metrics = MetricsWriter(run.folder)
             self.publisher = Publisher(run.folder, _segment_name(run.folder), self._wire_dtype(), self.tied)
@@ -75,7 +75,7 @@ class Learner:
         """The main loop."""
         self._rehearse()
         self._publish()
-        self._tell(m.Published(self.version))
+        self._tell(m.Published(self.version, list(self.lineage.forks)))
         while self.step < self.config.steps:
             waited = time.time()
             planned, batch = self._take()
@@ -110,11 +110,16 @@ class Learner:
         rows = planned.rows[self.rank]
         request = m.Fetch(planned.lease, [row.ticket for row in rows])
         arrays = self.client.fetch(request)
-        ages = self.lineage.age(self.version, arrays.versions)
+        ages = self._ages(arrays)
         trained = ages[arrays.mask.astype(bool)]
         if trained.size and trained.max() > self.config.staleness.max_staleness:
             raise AssertionError(f"a token of age {trained.max()} passed the bound of the buffer")
         return share(rows, planned.advantages[self.rank], arrays, ages)
+
+    def _ages(self, arrays: m.SampleArrays) -> NDArray[np.int64]:
+        """Learner steps since each token was sampled; 0 for injected tokens, which have no age."""
+        sampled = np.where(arrays.span_version == INJECTED, self.version, arrays.span_version)
+        return np.repeat(self.lineage.age(self.version, sampled), arrays.span_length)
 
     def _train(self, planned: Plan, mine: Share) -> StepResult:
         learner = self.config.learner
@@ -158,11 +163,11 @@ class Learner:
         if self.rank == 0:
             reply = self.client.ask(m.Commit(planned.lease, self.version, changed), m.Committed)
             assert reply is not None
-            self.cursor = self.cursor_before + reply.cursor
+            self.cursor = reply.cursor
 
-    def _tell(self, message: m.Message) -> None:
+    def _tell(self, message: m.Published | m.Checkpointed) -> None:
         if self.rank == 0:
-            self.client.send(message)
+            self.client.ask(message, m.Done)
 
     def _probe(self) -> Probe:
         """Log-probs of some prompts' tokens under the weights about to be published, at temperature 1."""
@@ -192,6 +197,7 @@ class Learner:
         reached = state.State(self.step, self.cursor, self.prompts.fingerprint)
         with self.timeline.span("checkpoint"):
             checkpoint.save(self.run.folder / "checkpoints", self.policy, self.optimizer, reached)
+        self._tell(m.Checkpointed(self.step))
 
     def _report(
         self,

@@ -40,8 +40,13 @@ class Streamer:
         self._waiting_since: float | None = None
         self._full = False
 
-    def open(self, ticket: int, attempt: int) -> None:
-        self._tails[ticket] = _Tail(attempt)
+    def open(self, ticket: int, attempt: int, length: int = 0) -> None:
+        """A ticket that goes on after `length` tokens of an earlier attempt."""
+        self._tails[ticket] = _Tail(attempt, sent=length)
+
+    def drop(self, ticket: int) -> None:
+        """Forgets a ticket and what has not been sent of it."""
+        self._tails.pop(ticket, None)
 
     def add(self, ticket: int, tokens: list[int], logprobs: list[float], versions: list[int], *, now: float) -> None:
         """Sampled tokens with their behaviour log-probs and policy versions; the three have equal length."""

@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Coroutine
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,14 +21,27 @@ from async_rl.data.prompts import Prompts
 from async_rl.errors import EngineError, RequestRefused, RewardError
 from async_rl.rewards.runner import Rewards
 from async_rl.rollout.engines import make
-from async_rl.rollout.engines.protocol import Delta, Engine, Request
+from async_rl.rollout.engines.protocol import Engine, Request
 from async_rl.rollout.streamer import Streamer
 from async_rl.tokenizer import tokenizer_of
 from async_rl.tracking.timeline import BusyMeter, Timeline
 from async_rl.weights.receiver import Receiver
 from buffers import messages as m
-from buffers.client import AsyncClient, read_endpoint
+from buffers.client import AsyncClient, Meter, read_endpoint
 from staleness.versions import show
+
+
+class Generated(NamedTuple):
+    """A complete response and how it is reported before its reward is known."""
+
+    tokens: list[int]
+    outcome: m.Outcome
+
+
+def _nothing(ticket: m.Ticket) -> Generated:
+    """What an earlier attempt has streamed, nothing added."""
+    outcome = m.Outcome(ticket.id, ticket.attempt, len(ticket.prefix), "generated", ticket.finish_reason)
+    return Generated(ticket.prefix, outcome)
 
 
 class Worker:
@@ -37,7 +51,10 @@ class Worker:
         config = run.config
         self.run, self.config, self.engine = run, config, engine
         self.tokenizer = tokenizer_of(config.model.path)
-        self.client = AsyncClient(read_endpoint(run.folder / "buffer.endpoint"), run.name, config.rollout.slots)
+        endpoint = read_endpoint(run.folder / "buffer.endpoint")
+        self.client = AsyncClient(endpoint, run.name, config.rollout.slots, keys=process.keys(config))
+        self.trajectories: dict[int, asyncio.Task[None]] = {}
+        self.overhead = Meter()
         self.receiver = Receiver(engine, run.folder, config.rollout.dtype)
         self.streamer = Streamer(chunk_tokens=config.rollout.chunk_tokens, flush_s=config.rollout.flush_ms / 1000)
         self.rewards = Rewards(
@@ -66,11 +83,21 @@ class Worker:
             match await self.client.receive():
                 case m.Tickets(tickets):
                     for ticket in tickets:
-                        tasks.create_task(self._trajectory(ticket))
+                        self.trajectories[ticket.id] = tasks.create_task(self._trajectory(ticket))
+                case m.Cancel(cancelled):
+                    for held in cancelled:
+                        self._cancel(held.ticket)
                 case m.News() as news:
                     self.news.put_nowait(news)
                 case other:
                     raise EngineError(f"a worker cannot act on {type(other).__name__}")
+
+    def _cancel(self, ticket: int) -> None:
+        """Nobody wants the trajectory any more: its request ends, and what has not been sent of it is forgotten."""
+        task = self.trajectories.pop(ticket, None)
+        if task is not None:
+            task.cancel()
+        self.streamer.drop(ticket)
 
     async def _flusher(self) -> None:
         """Sends what is due; sleeps at most a quarter of `flush_ms`, so that a token waits at most 1.25 of it."""
@@ -127,35 +154,50 @@ class Worker:
         """Waits for `min_version`, streams the response, scores it, reports how it ended."""
         async with self.applied:
             await self.applied.wait_for(lambda: self.version is not None and self.version >= ticket.min_version)
-        self.streamer.open(ticket.id, ticket.attempt)
-        try:
-            tokens, last, mismatch = await self._generate(ticket)
-        except RequestRefused as error:
-            await self._end(ticket, m.Outcome(ticket.id, ticket.attempt, 0, "failed", error=str(error)))
-            return
-        reason = last.finish_reason or ""
-        outcome = m.Outcome(ticket.id, ticket.attempt, len(tokens), "finished", reason, span_mismatch=mismatch)
-        await self._end(ticket, await self._scored(outcome, tokens, ticket.row))
+        generated = _nothing(ticket)
+        if not ticket.finish_reason:
+            self.streamer.open(ticket.id, ticket.attempt, len(ticket.prefix))
+            try:
+                generated = await self._generate(ticket)
+            except RequestRefused as error:
+                await self._end(msgspec.structs.replace(generated.outcome, status="refused", error=str(error)))
+                return
+            await self._report(generated.outcome)
+        await self._end(await self._scored(generated, ticket.row))
 
-    async def _generate(self, ticket: m.Ticket) -> tuple[list[int], Delta, bool]:
-        """All sampled tokens, the last delta, and whether the streamed tags differ from the engine's own spans."""
-        request = Request(f"{ticket.id}.{ticket.attempt}", ticket.prompt, ticket.max_tokens)
+    async def _generate(self, ticket: m.Ticket) -> Generated:
+        """The response, the tokens of an earlier attempt first."""
+        request = Request(f"{ticket.id}.{ticket.attempt}", ticket.prompt + ticket.prefix, ticket.max_tokens)
         tokens: list[int] = []
         versions: list[int] = []
         last = None
         with self.busy:
             async for delta in self.engine.generate(request):
-                self.streamer.add(ticket.id, delta.tokens, delta.logprobs, delta.versions, now=time.monotonic())
+                with self.overhead:
+                    self.streamer.add(ticket.id, delta.tokens, delta.logprobs, delta.versions, now=time.monotonic())
                 tokens += delta.tokens
                 versions += delta.versions
                 last = delta
         if last is None or last.finish_reason is None:
             raise EngineError(f"ticket {ticket.id}: the engine ended a request without saying how")
         spans = [version for version, start, end in last.spans or [] for _ in range(end - start)]
-        return tokens, last, spans != versions
+        whole = ticket.prefix + tokens
+        return Generated(
+            whole,
+            m.Outcome(
+                ticket.id,
+                ticket.attempt,
+                len(whole),
+                "generated",
+                last.finish_reason,
+                span_mismatch=spans != versions,
+            ),
+        )
 
-    async def _scored(self, outcome: m.Outcome, tokens: list[int], row: bytes) -> m.Outcome:
-        response = self.tokenizer.decode(tokens, skip_special_tokens=True)
+    async def _scored(self, generated: Generated, row: bytes) -> m.Outcome:
+        """The outcome with the reward of the whole response."""
+        outcome = msgspec.structs.replace(generated.outcome, status="finished", span_mismatch=False)
+        response = self.tokenizer.decode(generated.tokens, skip_special_tokens=True)
         try:
             reward = await self.rewards.score(response, row)
         except RewardError as error:
@@ -165,14 +207,21 @@ class Worker:
             return msgspec.structs.replace(outcome, status="failed", error=str(error))
         return msgspec.structs.replace(outcome, reward=reward)
 
-    async def _end(self, ticket: m.Ticket, outcome: m.Outcome) -> None:
+    async def _end(self, outcome: m.Outcome) -> None:
+        self.streamer.drop(outcome.ticket)
+        self.trajectories.pop(outcome.ticket, None)
+        await self._report(outcome)
+
+    async def _report(self, outcome: m.Outcome) -> None:
+        """After all chunks of the ticket."""
         await self._flush()
-        self.streamer.close(ticket.id)
-        await self.client.send(m.Outcomes([outcome]))
+        spent = self.overhead.seconds + self.client.spent.seconds
+        await self.client.outcomes([outcome], busy_s=self.busy.seconds, overhead_s=spent)
 
     async def _flush(self) -> None:
         async with self.flushing:
-            chunks = self.streamer.flush()
+            with self.overhead:
+                chunks = self.streamer.flush()
             if chunks is not None:
                 await self.client.append(chunks)
 

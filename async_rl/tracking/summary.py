@@ -46,6 +46,10 @@ class Summary(Struct, frozen=True):
     multi_version_trajectories: int
     span_mismatches: int
     skipped_steps: int
+    accounting_share: float | None
+    lost_workers: int
+    reissued: int
+    kept_tokens: int
     last_failure: str
     tickets: Tickets
 
@@ -90,6 +94,10 @@ def summarise(
         multi_version_trajectories=stats.multi_version,
         span_mismatches=stats.span_mismatches,
         skipped_steps=sum(record["skipped"] for record in records),
+        accounting_share=round(stats.worker_overhead_s / stats.worker_busy_s, 5) if stats.worker_busy_s else None,
+        lost_workers=stats.lost_workers,
+        reissued=stats.reissued,
+        kept_tokens=stats.kept_tokens,
         last_failure=stats.last_error,
         tickets=Tickets(stats.issued, stats.trained, stats.expired, stats.failed, stats.cancelled, stats.in_flight),
     )
@@ -126,6 +134,14 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
     unusual: list[tuple[str, str]] = []
     if summary.skipped_steps:
         unusual.append(("steps without a gradient", f"{summary.skipped_steps}: all rewards of every group were equal"))
+    if summary.lost_workers:
+        unusual.append(
+            (
+                "workers lost",
+                f"{summary.lost_workers}; {summary.reissued} of their trajectories went on elsewhere, from "
+                f"{summary.kept_tokens} tokens",
+            )
+        )
     if tickets.failed:
         unusual.append(("last failed trajectory", (summary.last_failure.strip().splitlines() or ["-"])[-1][:200]))
     return [
@@ -136,6 +152,7 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
         ("overlap of the pools", _show(summary.overlap_fraction)),
         ("samples/s", f"{_show(summary.samples_per_s)} ({_show(summary.backward_share)} needed a backward pass)"),
         ("tokens/s", f"generated {_show(summary.gen_tokens_per_s)}, trained {_show(summary.train_tokens_per_s)}"),
+        ("buffer and accounts", f"{_percent(summary.accounting_share)} of the workers' time"),
         (
             "over two versions or more",
             f"{summary.multi_version_trajectories} of {tickets.trained} trained trajectories",
@@ -148,6 +165,10 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
         ),
         *unusual,
     ]
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.2f}%"
 
 
 def _show(value: float | None) -> str:

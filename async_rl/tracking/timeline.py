@@ -5,6 +5,7 @@ Every process appends complete events to `trace/NAME.jsonl`. Times are seconds o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterable, Iterator
@@ -50,6 +51,7 @@ class BusyMeter:
         self._name = name
         self._count = 0
         self._since = 0.0
+        self.seconds = 0.0
 
     def __enter__(self) -> None:
         if self._count == 0:
@@ -69,6 +71,7 @@ class BusyMeter:
 
     def _write(self, now: float) -> None:
         self._timeline.add(self._name, self._since, now, busy=True)
+        self.seconds += now - self._since
         self._since = now
 
 
@@ -129,5 +132,7 @@ def overlap_fraction(left: list[Interval], right: list[Interval], start: float, 
 
 
 def _events(path: Path) -> Iterator[dict]:
+    """A process that is killed may leave a line unfinished, to which its successor's first line is glued."""
     for line in path.read_text().splitlines():
-        yield json.loads(line)
+        with contextlib.suppress(json.JSONDecodeError):
+            yield json.loads(line)

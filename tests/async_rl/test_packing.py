@@ -109,7 +109,8 @@ def test_trained_ids_are_the_sampled_ids_and_no_prompt_token_is_a_target() -> No
     arrays = m.SampleArrays(
         tokens=np.asarray([11, 12, 21, 22, 23], np.int32),
         logprobs=np.full(5, -1.0, np.float32),
-        versions=np.zeros(5, np.int64),
+        span_length=np.asarray([5], np.int32),
+        span_version=np.zeros(1, np.int64),
         mask=np.asarray([1, 1, 1, 0, 1], np.uint8),
         prompts=np.asarray([91, 92, 93], np.int32),
     )

@@ -48,7 +48,8 @@ def fetched(rows: list[m.BatchRow]) -> m.SampleArrays:
     return m.SampleArrays(
         tokens=np.concatenate([empty, *tokens]).astype(np.int32),
         logprobs=np.concatenate([empty, *logprobs]).astype(np.float32),
-        versions=np.zeros(sum(row.length for row in rows), np.int64),
+        span_length=np.asarray([row.length for row in rows], np.int32),
+        span_version=np.zeros(len(rows), np.int64),
         mask=np.concatenate([empty, *masks]).astype(np.uint8),
         prompts=np.concatenate([empty, *prompts]).astype(np.int32),
     )

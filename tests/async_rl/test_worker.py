@@ -77,10 +77,9 @@ def one_batch(server: Server, tiny_model: Path, folder: Path, engine: QuickEngin
     learner = Client(server.endpoint, "rank0", "learner")
     feeder = Client(server.endpoint, "feeder", "feeder")
     for version in versions:
-        learner.send(m.Published(version))
-    received = feeder.poll(10)
-    assert received is not None
-    feeder.send(m.Submit([prompt(0)]))
+        learner.ask(m.Published(version), m.Done)
+    feeder.send(m.Hello("feeder"))
+    feeder.send(m.Submit(0, [prompt(0)]))
 
     async def work() -> m.Batch:
         worker = Worker(run, engine)

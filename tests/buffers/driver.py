@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 
 from buffers import messages as m
 from buffers.core import Core, Send
 from buffers.records import Settings
+
+Kind = TypeVar("Kind", bound=m.Message)
 
 
 def prompt(index: int, epoch: int = 0, tokens: int = 3) -> m.Prompt:
@@ -38,6 +42,7 @@ class Driver:
         self.credit = 0
         self.submitted = 0
         self.version = 0
+        self.seq = 0
         self.send("feeder", m.Hello("feeder"))
         self.send("w", m.Hello("worker", slots))
         self.send("rank0", m.Published(0))
@@ -48,7 +53,7 @@ class Driver:
             if isinstance(send.message, m.Tickets):
                 self.tickets += send.message.tickets
             if isinstance(send.message, m.Credit):
-                self.credit = send.message.total
+                self.credit = send.message.upto
         self.core.check()
         return out
 
@@ -56,28 +61,42 @@ class Driver:
         return self._note(self.core.handle(peer, message))
 
     def append(self, columns: m.Chunks) -> m.Ack:
-        acks = [s.message for s in self._note(self.core.append("w", 1, columns)) if isinstance(s.message, m.Ack)]
-        assert len(acks) == 1
-        return acks[0]
+        self.seq += 1
+        (ack,) = [
+            s.message for s in self._note(self.core.append("w", self.seq, columns)) if isinstance(s.message, m.Ack)
+        ]
+        return ack
+
+    def outcome(self, *outcomes: m.Outcome, worker: str = "w") -> m.Ack:
+        self.seq += 1
+        out = self.send(worker, m.Outcomes(self.seq, list(outcomes)))
+        (ack,) = [s.message for s in out if isinstance(s.message, m.Ack)]
+        return ack
 
     def feed(self) -> None:
         """Submits as many prompts as the credit allows."""
         count = self.credit - self.submitted
-        self.send("feeder", m.Submit([prompt(self.submitted + i) for i in range(count)]))
+        self.send("feeder", m.Submit(self.submitted, [prompt(self.submitted + i) for i in range(count)]))
         self.submitted += count
 
     def finish(self, ticket: m.Ticket, reward: float | None = 1.0, tokens: int = 2, version: int | None = None) -> None:
-        self.append(chunks([(ticket.id, 0, self.version if version is None else version, [7] * tokens)]))
-        self.send("w", m.Outcomes([m.Outcome(ticket.id, 1, tokens, "finished", "stop", reward)]))
+        at = len(ticket.prefix)
+        new = [(ticket.id, at, self.version if version is None else version, [7] * (tokens - at))]
+        self.append(chunks(new, attempt=ticket.attempt))
+        self.outcome(m.Outcome(ticket.id, ticket.attempt, tokens, "finished", "stop", reward))
         self.tickets.remove(ticket)
 
     def fail(self, ticket: m.Ticket, error: str = "broken") -> None:
-        self.send("w", m.Outcomes([m.Outcome(ticket.id, 1, 0, "failed", error=error)]))
+        self.outcome(m.Outcome(ticket.id, ticket.attempt, 0, "failed", error=error))
         self.tickets.remove(ticket)
 
     def finish_all(self, **how: object) -> None:
         for ticket in list(self.tickets):
             self.finish(ticket, **how)  # type: ignore[arg-type]
+
+    def of(self, kind: type[Kind]) -> list[Kind]:
+        """Everything of one kind that was ever sent."""
+        return [send.message for send in self.sent if isinstance(send.message, kind)]
 
     def take(self, version: int | None = None) -> m.Batch | None:
         out = self.send("rank0", m.Take(self.version if version is None else version))

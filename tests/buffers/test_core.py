@@ -32,9 +32,9 @@ def test_chunks_build_a_trajectory_with_versions() -> None:
     driver.feed()
     ticket = driver.tickets[0].id
     assert driver.append(chunks([(ticket, 0, 0, [5, 6]), (ticket, 2, 0, [7])])).refused == []
-    row = driver.core.pool.row(ticket)
-    assert driver.core.pool.tokens[row, :3].tolist() == [5, 6, 7]
-    assert [tuple(chunk) for chunk in driver.core.trajectories[ticket].chunks] == [(0, 2, 0), (2, 1, 0)]
+    row = driver.core.store.pool.row(ticket)
+    assert driver.core.store.pool.tokens[row, :3].tolist() == [5, 6, 7]
+    assert driver.core.store.pool.spans_of(row) == [(0, 0)]
 
 
 def test_a_repeat_is_acknowledged_and_ignored() -> None:
@@ -43,8 +43,8 @@ def test_a_repeat_is_acknowledged_and_ignored() -> None:
     ticket = driver.tickets[0].id
     driver.append(chunks([(ticket, 0, 0, [5, 6])]))
     assert driver.append(chunks([(ticket, 0, 0, [8, 9])])).refused == []
-    assert driver.core.pool.tokens[driver.core.pool.row(ticket), :2].tolist() == [5, 6]
-    assert driver.core.tokens == 2
+    assert driver.core.store.pool.tokens[driver.core.store.pool.row(ticket), :2].tolist() == [5, 6]
+    assert driver.core.store.tally.tokens == 2
 
 
 def test_a_gap_is_refused_with_the_offset_to_resend_from_and_its_neighbours_are_stored() -> None:
@@ -52,16 +52,18 @@ def test_a_gap_is_refused_with_the_offset_to_resend_from_and_its_neighbours_are_
     driver.feed()
     one, two = driver.tickets[0].id, driver.tickets[1].id
     ack = driver.append(chunks([(one, 3, 0, [5]), (two, 0, 0, [6, 7])]))
-    assert ack.refused == [m.Refusal(one, "gap", 0)]
-    assert driver.core.pool.length[driver.core.pool.row(two)] == 2
+    assert ack.refused == [m.Refusal(one, 1, "gap", 0)]
+    assert driver.core.store.pool.length[driver.core.store.pool.row(two)] == 2
 
 
-@pytest.mark.parametrize("attempt", [2, -1])
+@pytest.mark.parametrize("attempt", [2, 7])
 def test_another_attempt_is_fenced(attempt: int) -> None:
     driver = Driver()
     driver.feed()
     ticket = driver.tickets[0].id
-    assert driver.append(chunks([(ticket, 0, 0, [5])], attempt=attempt)).refused == [m.Refusal(ticket, "fenced", 0)]
+    assert driver.append(chunks([(ticket, 0, 0, [5])], attempt=attempt)).refused == [
+        m.Refusal(ticket, attempt, "fenced", 0)
+    ]
 
 
 def test_a_finished_or_ended_trajectory_is_closed() -> None:
@@ -90,19 +92,29 @@ def test_chunks_and_outcomes_of_a_stranger_are_refused() -> None:
     ticket = driver.tickets[0].id
     out = driver.core.append("other", 1, chunks([(ticket, 0, 0, [5])]))
     assert [send.message.refused[0].reason for send in out if isinstance(send.message, m.Ack)] == ["fenced"]
-    with pytest.raises(ProtocolError, match="not running at 'other'"):
-        driver.core.handle("other", m.Outcomes([m.Outcome(ticket, 1, 0, "failed")]))
+    ack = driver.outcome(m.Outcome(ticket, 1, 0, "failed"), worker="other")
+    assert ack.refused == [m.Refusal(ticket, 1, "fenced", 0)]
+    assert driver.core.stats().failed == 0
 
 
 def test_one_bad_outcome_leaves_the_others_of_its_message_untouched() -> None:
     driver = Driver()
     driver.feed()
     one, two = driver.tickets[:2]
-    bad = [m.Outcome(one.id, 1, 0, "failed"), m.Outcome(two.id, 9, 0, "failed")]
-    for outcomes in (bad, [bad[0], bad[0]]):
-        with pytest.raises(ProtocolError):
-            driver.core.handle("w", m.Outcomes(outcomes))
-    assert driver.core.stats().failed == 0
+    ack = driver.outcome(m.Outcome(one.id, 1, 0, "failed"), m.Outcome(two.id, 9, 0, "failed"))
+    assert ack.refused == [m.Refusal(two.id, 9, "fenced", 0)]
+    assert driver.core.stats().failed == 1
+
+
+def test_an_outcome_said_twice_counts_once() -> None:
+    driver = Driver()
+    driver.feed()
+    ticket = driver.tickets[0]
+    driver.append(chunks([(ticket.id, 0, 0, [5])]))
+    outcome = m.Outcome(ticket.id, 1, 1, "finished", "stop", 1.0)
+    assert driver.outcome(outcome).refused == []
+    assert driver.outcome(outcome).refused == [m.Refusal(ticket.id, 1, "fenced", 0)]
+    assert driver.core.stats().ready == 1
 
 
 def test_tokens_of_the_version_whose_commit_is_on_its_way_are_stored() -> None:
@@ -123,19 +135,32 @@ def test_a_response_without_any_finite_logprob_is_a_failure() -> None:
     driver.feed()
     ticket = driver.tickets[0]
     driver.append(chunks([(ticket.id, 0, 0, [1, 2])], logprob=float("nan")))
-    driver.send("w", m.Outcomes([m.Outcome(ticket.id, 1, 2, "finished", "stop", 1.0)]))
+    driver.outcome(m.Outcome(ticket.id, 1, 2, "finished", "stop", 1.0))
     assert driver.core.stats().failed == 1
     assert driver.core.stats().masked_nonfinite_tokens == 2
 
 
-def test_an_outcome_whose_length_is_not_what_was_stored_fails_the_trajectory() -> None:
+def test_an_outcome_ahead_of_its_chunks_waits_for_them() -> None:
+    """Its chunks were lost on the way: the worker repeats them, then the outcome."""
     driver = Driver()
     driver.feed()
     ticket = driver.tickets[0]
     driver.append(chunks([(ticket.id, 0, 0, [5])]))
-    driver.send("w", m.Outcomes([m.Outcome(ticket.id, 1, 2, "finished", "stop", 1.0)]))
+    ahead = m.Outcome(ticket.id, 1, 2, "finished", "stop", 1.0)
+    assert driver.outcome(ahead).refused == [m.Refusal(ticket.id, 1, "gap", 1)]
+    driver.append(chunks([(ticket.id, 1, 0, [6])]))
+    assert driver.outcome(ahead).refused == []
+    assert driver.core.stats().ready == 1
+
+
+def test_an_outcome_that_counts_fewer_tokens_than_stored_fails_the_trajectory() -> None:
+    driver = Driver()
+    driver.feed()
+    ticket = driver.tickets[0]
+    driver.append(chunks([(ticket.id, 0, 0, [5, 6])]))
+    driver.outcome(m.Outcome(ticket.id, 1, 1, "finished", "stop", 1.0))
     assert driver.core.stats().failed == 1
-    assert "1 tokens stored, the worker counts 2" in driver.core.stats().last_error
+    assert "2 tokens stored, the worker counts 1" in driver.core.stats().last_error
 
 
 # --- 2 admission -------------------------------------------------------------------------------------------------
@@ -146,17 +171,18 @@ def test_nothing_is_issued_before_the_first_version_is_published() -> None:
     from buffers.records import Settings
 
     core = Core(Settings(batch=4, group=2, max_staleness=1, max_tokens=8))
-    assert core.handle("feeder", m.Hello("feeder")) == []
-    with pytest.raises(ProtocolError, match="credit of 0"):
-        core.handle("feeder", m.Submit([prompt(0)]))
+    assert core.handle("feeder", m.Hello("feeder"))[0].message == m.Credit(0)
+    assert core.handle("feeder", m.Submit(0, [prompt(0)]))[0].message == m.Credit(0)
+    assert core.stats().issued == 0
 
 
 def test_at_most_eta_plus_one_batches_are_in_flight() -> None:
     driver = Driver(batch=4, group=2, max_staleness=1)
     driver.feed()
     assert (driver.credit, len(driver.tickets)) == (4, 8)
-    with pytest.raises(ProtocolError, match="credit of 0"):
-        driver.core.handle("feeder", m.Submit([prompt(9)]))
+    for first in (4, 9):  # beyond the credit, and ahead of its turn
+        assert driver.send("feeder", m.Submit(first, [prompt(9)]))[0].message == m.Credit(4, 4)
+    assert driver.core.stats().issued == 8
 
 
 def test_after_a_resume_at_version_100_with_bound_1_at_most_8_are_admitted_before_the_next_publish() -> None:
@@ -219,7 +245,7 @@ def stale_driver(versions: list[int], *, bound: int, on_stale: str) -> tuple[Dri
     ticket = driver.tickets[0]
     for offset, version in enumerate(versions):
         driver.append(chunks([(ticket.id, offset, version, [7])]))
-    driver.send("w", m.Outcomes([m.Outcome(ticket.id, 1, len(versions), "finished", "stop", 1.0)]))
+    driver.outcome(m.Outcome(ticket.id, 1, len(versions), "finished", "stop", 1.0))
     driver.tickets.remove(ticket)
     return driver, driver.take(5)
 
@@ -234,6 +260,7 @@ def test_token_versions_0_0_5_at_step_5() -> None:
     driver, batch = stale_driver([0, 0, 5], bound=2, on_stale="mask")
     assert batch is not None
     assert mask_of(driver, batch) == [0, 0, 1]
+    driver.commit(batch)
     assert driver.core.stats().masked_stale_tokens == 2
     driver, batch = stale_driver([0, 0, 5], bound=2, on_stale="drop")
     assert batch is None
@@ -258,10 +285,11 @@ def test_non_finite_logprobs_are_masked_and_counted() -> None:
     columns = chunks([(ticket.id, 0, 0, [1, 2, 3, 4])])
     columns.logprobs[:] = [-1.0, np.nan, np.nan, -np.inf]
     driver.append(columns)
-    driver.send("w", m.Outcomes([m.Outcome(ticket.id, 1, 4, "finished", "stop", 1.0)]))
+    driver.outcome(m.Outcome(ticket.id, 1, 4, "finished", "stop", 1.0))
     batch = driver.take()
     assert batch is not None
     assert mask_of(driver, batch) == [1, 0, 0, 0]
+    driver.commit(batch)
     assert driver.core.stats().masked_nonfinite_tokens == 3
     assert batch.rows[0].trainable == 1
 
@@ -278,7 +306,7 @@ def test_a_group_is_offered_whole_though_the_version_moved_between_its_members()
     assert driver.take(1) is None
     for ticket in first:
         driver.finish(ticket, version=0)
-    while driver.core.counts["running"] > 12:
+    while driver.core.store.counts["running"] > 12:
         driver.finish(driver.tickets[0], version=1)
     batches = sent(driver, m.Batch)
     assert len(batches) == 1
@@ -328,7 +356,7 @@ def test_the_oldest_groups_go_first() -> None:
         driver.finish(ticket)
     batch = driver.take()
     assert batch is not None
-    assert {driver.core.trajectories[row.ticket].group.serial for row in batch.rows} == {0}
+    assert {driver.core.store.trajectories[row.ticket].group.serial for row in batch.rows} == {0}
 
 
 def test_groups_that_fail_entirely_one_after_another_end_the_run() -> None:
@@ -349,7 +377,7 @@ def test_a_take_waits_and_is_answered_when_the_batch_is_complete() -> None:
     driver.feed()
     assert driver.take() is None
     with pytest.raises(ProtocolError, match="already waiting"):
-        driver.core.handle("rank0", m.Take(0))
+        driver.core.handle("another", m.Take(0))
     driver.finish_all()
     assert len(sent(driver, m.Batch)) == 1
 
@@ -362,8 +390,11 @@ def test_a_lease_is_committed_once() -> None:
     assert batch is not None
     driver.commit(batch)
     assert driver.core.stats().trained == 4
+    again = driver.send("rank0", m.Commit(batch.lease, 1, request=7))
+    assert [send.message.request for send in again if isinstance(send.message, m.Committed)] == [7]
+    assert (driver.core.stats().trained, driver.core.stats().version) == (4, 1)
     with pytest.raises(ProtocolError, match="not outstanding"):
-        driver.core.handle("rank0", m.Commit(batch.lease, 9))
+        driver.core.handle("rank0", m.Commit(batch.lease + 1, 9))
     with pytest.raises(ProtocolError, match="not outstanding"):
         driver.core.handle("rank0", m.Fetch(batch.lease, []))
 
@@ -378,8 +409,10 @@ def test_a_batch_is_for_the_newest_version_or_the_next() -> None:
 
 def test_a_version_is_never_published_twice() -> None:
     driver = Driver()
+    driver.send("rank0", m.Published(3))
+    driver.send("rank0", m.Published(3))  # the repeat of a message whose answer was lost
     with pytest.raises(ProtocolError, match="not newer"):
-        driver.core.handle("rank0", m.Published(0))
+        driver.core.handle("rank0", m.Published(2))
 
 
 def test_only_leased_trajectories_can_be_fetched() -> None:
@@ -389,7 +422,7 @@ def test_only_leased_trajectories_can_be_fetched() -> None:
     batch = driver.take()
     assert batch is not None
     leased = {row.ticket for row in batch.rows}
-    other = next(ticket for ticket in driver.core.trajectories if ticket not in leased)
+    other = next(ticket for ticket in driver.core.store.trajectories if ticket not in leased)
     with pytest.raises(ProtocolError, match="not of lease"):
         driver.core.handle("rank0", m.Fetch(batch.lease, [other]))
 
@@ -440,7 +473,7 @@ def test_any_order_of_events_keeps_every_promise(
                 lengths[ticket.id] = at + size
         elif kind == 3 and ticket is not None:
             outcome = m.Outcome(ticket.id, 1, lengths.get(ticket.id, 0), "finished", "stop", float(pick % 2))
-            driver.send("w", m.Outcomes([outcome]))
+            driver.outcome(outcome)
             driver.tickets.remove(ticket)
         elif kind == 4 and not waiting and not held:
             driver.take()

@@ -7,8 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 
+from buffers import keys
+from buffers import messages as m
+from buffers.journal import Journal
+from buffers.records import Settings
+from tests.buffers.driver import chunks, prompt
 from tests.e2e import runs
 
 
@@ -77,16 +83,114 @@ def test_a_dry_run_shows_everything_and_starts_nothing(tiny_model: Path, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["train", "--help"], ["buffer", "inspect", "--help"], ["eval", "--help"]]
+    "arguments",
+    [[], ["train"], ["eval"], ["keys"], ["buffer"], ["buffer", "inspect"], ["buffer", "verify"], ["buffer", "export"]],
 )
 def test_every_command_has_help(arguments: list[str]) -> None:
-    code, out, _ = command(*arguments)
+    code, out, _ = command(*arguments, "--help")
     assert code == 0
-    assert "usage: async-rl" in out
+    assert f"usage: {' '.join(['async-rl', *arguments])}" in out
 
 
-def test_inspecting_a_run_that_has_not_ended_says_so(tmp_path: Path) -> None:
+# --- the buffer's journal ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """A run in `runs/r` whose buffer has granted 4 tickets and stored 3 tokens, in groups of one message each."""
+    folder = tmp_path / "runs" / "r"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("{}")
+    journal, core, _ = Journal.open(
+        folder / "journal", Settings(batch=2, group=2, max_staleness=1, max_tokens=8), 1 << 20
+    )
+    columns = chunks([(0, 0, 0, [5, 6]), (1 << 20 | 1, 0, 0, [7])], logprob=-0.25)
+    for peer, message, frames in (
+        ("feeder", m.Hello("feeder"), []),
+        ("w", m.Hello("worker", 8), []),
+        ("rank0", m.Published(0), []),
+        ("feeder", m.Submit(0, [prompt(0), prompt(1)]), []),
+        ("w", columns.header(1), [columns.to_frame()]),
+    ):
+        core.receive(peer, message, frames)
+        journal.add(peer, [m.encode(message), *frames])
+        journal.flush()
+        journal.wait()
+    journal.close()
+    return folder
+
+
+@pytest.mark.parametrize("action", ["inspect", "verify", "export"])
+def test_a_run_without_a_journal_says_so(action: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("{}")
-    code, _, err = command("buffer", "inspect", str(tmp_path))
+    code, out, err = command("buffer", action, str(tmp_path))
+    assert (code, out) == (2, "")
+    assert f"error: there is no journal in {tmp_path / 'journal'}" in err
+    assert "durability: none" in err
+
+
+def test_a_runs_buffer_can_be_looked_into_by_name(run_folder: Path) -> None:
+    runs_folder = str(run_folder.parent)
+    code, out, _ = command("buffer", "inspect", "r", "--runs", runs_folder)
+    assert code == 0
+    assert "issued 4 = trained 0 + expired 0 + failed 0 + cancelled 0 + in flight 4" in out
+    code, out, _ = command("buffer", "inspect", "r", "--runs", runs_folder, "--ticket", str(1 << 20 | 1))
+    assert code == 0
+    assert out.splitlines()[2:] == ["  chunk at 0, 1 tokens, version 0", "    7:-0.250"]
+    code, _, err = command("buffer", "inspect", "r", "--runs", runs_folder, "--ticket", "5")
     assert code == 2
-    assert "has not ended" in err
+    assert "error: ticket 5 is not in the journal" in err
+
+
+def test_verify_answers_with_its_exit_code_and_the_place(run_folder: Path) -> None:
+    code, out, _ = command("buffer", "verify", str(run_folder))
+    assert code == 0
+    assert "no damage found" in out
+    path = run_folder / "journal" / "00000001.journal"
+    data = bytearray(path.read_bytes())
+    place = data.rindex(b"GRUP", 0, data.rindex(b"GRUP"))  # the last group but one
+    data[place + 30] ^= 1
+    path.write_bytes(data)
+    code, out, _ = command("buffer", "verify", str(run_folder))
+    assert code == 1
+    assert f"{path} is damaged at byte {place}" in out
+
+
+def test_trajectories_are_exported_to_the_run_or_elsewhere(run_folder: Path, tmp_path: Path) -> None:
+    code, out, _ = command("buffer", "export", str(run_folder))
+    assert code == 0
+    assert f"4 trajectories in {run_folder / 'trajectories.parquet'}" in out
+    rows = pyarrow.parquet.read_table(run_folder / "trajectories.parquet").to_pylist()
+    assert [row["tokens"] for row in rows] == [[5, 6], [7], [], []]
+    code, _, _ = command(
+        "buffer", "export", str(run_folder), "--output", str(tmp_path / "x"), "--states", "trained,ready"
+    )
+    assert code == 0
+    assert pyarrow.parquet.read_table(tmp_path / "x").num_rows == 0
+    code, _, err = command("buffer", "export", str(run_folder), "--states", "trained,done")
+    assert code == 2
+    assert "error: --states = 'trained,done': 'done' is no state. Choose from running,ready," in err
+
+
+# --- keys --------------------------------------------------------------------------------------------------------
+
+
+def test_keys_are_made_once_and_say_how_they_are_used(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    code, out, _ = command("keys", str(folder))
+    assert code == 0
+    assert f"--set buffer.security.keys={folder}" in out
+    keys.check("tcp://*:5555", str(folder))
+    before = (folder / "server.key_secret").read_bytes()
+    code, _, err = command("keys", str(folder))
+    assert code == 2
+    assert "keys are never overwritten" in err
+    assert (folder / "server.key_secret").read_bytes() == before
+
+
+def test_the_command_line_starts_without_what_only_some_commands_need() -> None:
+    program = "import sys, launchers.cli; print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], cwd=runs.ROOT, capture_output=True, text=True, timeout=60)
+    loaded = set(result.stdout.split())
+    assert "buffers.journal" not in loaded
+    assert not loaded & {"buffers.inspect", "buffers.verify", "buffers.export", "pyarrow", "torch", "vllm"}

@@ -63,6 +63,8 @@ class _Running:
     last: int = 0
     versions: list[int] = field(default_factory=list)
     generator: torch.Generator | None = None
+    dropped: bool = False
+    """Whoever asked for it does not want it any more."""
 
 
 class TorchEngine:
@@ -117,13 +119,16 @@ class TorchEngine:
             running.generator = torch.Generator().manual_seed(request.seed)
         self._waiting.append(running)
         self._work.set()
-        while True:
-            delta = await running.out.get()
-            if isinstance(delta, Exception):
-                raise delta
-            yield delta
-            if delta.finish_reason is not None:
-                return
+        try:
+            while True:
+                delta = await running.out.get()
+                if isinstance(delta, Exception):
+                    raise delta
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+        finally:
+            running.dropped = True
 
     async def update(self, manifest: Manifest) -> float:
         start = perf_counter()
@@ -180,8 +185,12 @@ class TorchEngine:
     def _step(self) -> list[tuple[_Running, Delta]]:
         with torch.inference_mode():
             out: list[tuple[_Running, Delta]] = []
+            for running in [running for running in self._running.values() if running.dropped]:
+                self._leave(running)
             while self._waiting and self._free:
                 running = self._waiting.popleft()
+                if running.dropped:
+                    continue
                 running.slot = self._free.pop()
                 self._running[running.slot] = running
                 out += self._advance([running], torch.tensor([running.request.prompt]), 0)
@@ -217,10 +226,13 @@ class TorchEngine:
         elif len(running.versions) >= running.request.max_tokens:
             reason = "length"
         if reason is not None:
-            self._free.append(running.slot)
-            del self._running[running.slot]
+            self._leave(running)
         spans = _spans(running.versions) if reason is not None else None
         return Delta([token], [float(logprobs[token])], [self._version], reason, spans)
+
+    def _leave(self, running: _Running) -> None:
+        self._free.append(running.slot)
+        del self._running[running.slot]
 
 
 def _spans(versions: list[int]) -> list[tuple[int, int, int]]:
