@@ -71,26 +71,33 @@ class Findings:
 
 def pack(peer: str, frames: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
     """The parts of one entry."""
+    return [_entry_head(peer, [len(frame) for frame in frames]), *frames]
+
+
+def _entry_head(peer: str, sizes: list[int]) -> bytes:
     name = peer.encode("latin-1")
-    return [struct.pack(f"<HH{len(frames)}I", len(name), len(frames), *map(len, frames)), name, *frames]
+    return struct.pack(f"<HH{len(sizes)}Q", len(name), len(sizes), *sizes) + name
 
 
 def seal(parts: list[bytes | memoryview], count: int) -> bytes:
     """A group of `count` entries, ready to be written."""
     body = b"".join(parts)
-    return GROUP.pack(MARK, count, len(body), _checksum(count, body)) + body
+    return GROUP.pack(MARK, count, len(body), _checksum(count, len(body), [body])) + body
 
 
-def _checksum(count: int, body: bytes | memoryview) -> int:
-    return zlib.crc32(body, zlib.crc32(struct.pack("<IQ", count, len(body))))
+def _checksum(count: int, size: int, parts: Sequence[bytes | memoryview]) -> int:
+    checksum = zlib.crc32(struct.pack("<IQ", count, size))
+    for part in parts:
+        checksum = zlib.crc32(part, checksum)
+    return checksum
 
 
 def _entries(body: memoryview, count: int) -> Iterator[Entry]:
     at = 0
     for _ in range(count):
         name_size, frames = struct.unpack_from("<HH", body, at)
-        sizes = struct.unpack_from(f"<{frames}I", body, at + 4)
-        at += 4 + 4 * frames
+        sizes = struct.unpack_from(f"<{frames}Q", body, at + 4)
+        at += 4 + 8 * frames
         peer = bytes(body[at : at + name_size]).decode("latin-1")
         at += name_size
         parts: list[memoryview] = []
@@ -101,10 +108,14 @@ def _entries(body: memoryview, count: int) -> Iterator[Entry]:
 
 
 class Segment:
-    """One file, read group by group. `good` is the end of the last whole group once it has been read to its end."""
+    """One file, read group by group. `good` is the end of the last whole group once it has been read to its end.
 
-    def __init__(self, path: Path) -> None:
+    Only the `newest` file of a journal may have a torn end.
+    """
+
+    def __init__(self, path: Path, *, newest: bool = True) -> None:
         self.path = path
+        self._newest = newest
         self.number = int(path.stem)
         self.good = len(MAGIC)
         self.size = path.stat().st_size
@@ -120,10 +131,11 @@ class Segment:
             _, count, _, _ = GROUP.unpack_from(data, self.good)
             yield from _entries(data[self.good + GROUP.size : end], count)
             self.good = end
-        if _goes_on(data, self.good):
+        torn = self.good < self.size and not self._newest
+        if torn or _goes_on(data, self.good):
             raise JournalError(
-                f"{self.path} is damaged at byte {self.good}: the group there does not match its checksum, but whole "
-                "groups follow. Restore the file from a copy, or go on without the journal from the last checkpoint by "
+                f"{self.path} is damaged at byte {self.good}: the group there does not match its checksum, but it is not "
+                "the last that was written. Restore the file from a copy, or go on without the journal from the last checkpoint by "
                 f"removing {self.path.parent}"
             )
 
@@ -134,7 +146,7 @@ def _whole(data: memoryview, at: int) -> int | None:
         return None
     mark, count, size, checksum = GROUP.unpack_from(data, at)
     end = at + GROUP.size + size
-    if mark != MARK or end > len(data) or _checksum(count, data[at + GROUP.size : end]) != checksum:
+    if mark != MARK or end > len(data) or _checksum(count, size, [data[at + GROUP.size : end]]) != checksum:
         return None
     return end
 
@@ -158,7 +170,8 @@ def _find(data: memoryview, at: int) -> int:
 
 def segments(folder: Path) -> list[Segment]:
     """The files of a journal, oldest first."""
-    return [Segment(path) for path in sorted(folder.glob("????????.journal"))]
+    paths = sorted(folder.glob("????????.journal"))
+    return [Segment(path, newest=path == paths[-1]) for path in paths]
 
 
 def replay(core: Core, entry: Entry) -> int:
@@ -236,14 +249,19 @@ class Journal:
         """Starts a new file with the state of `core`, which all that was added before has led to and is on disk."""
         assert not self._group.count
         assert self.durable == self.handed
-        head, frames = snapshot.take(core)
-        group = seal(pack(SELF, [msgspec.msgpack.encode(head), *frames]), 1)
+        head, frames = snapshot.pieces(core)
+        pieces = [[msgspec.msgpack.encode(head)], *frames]
+        parts = [_entry_head(SELF, [sum(map(len, frame)) for frame in pieces]), *(p for frame in pieces for p in frame)]
+        size = sum(map(len, parts))
         number = self._number + 1
         final = self.folder / f"{number:08d}.journal"
         partial = final.with_suffix(".partial")
         try:
             file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
-            _write(file, MAGIC + group)
+            # Piece by piece: what is live may be a good part of the memory.
+            _write(file, MAGIC + GROUP.pack(MARK, 1, size, _checksum(1, size, parts)))
+            for part in parts:
+                _write(file, part)
             os.fdatasync(file)
             partial.rename(final)
             _sync_folder(self.folder)
@@ -252,7 +270,7 @@ class Journal:
         if self._file >= 0:
             os.close(self._file)
         self._file, self._number = file, number
-        self._size = self._snapshot_size = len(MAGIC) + len(group)
+        self._size = self._snapshot_size = len(MAGIC) + GROUP.size + size
         self._first_commit[number] = core.offering.commits
 
     # --- writing -----------------------------------------------------------------------------------------------
@@ -373,7 +391,7 @@ class Outbox:
         return len(self._waiting)
 
 
-def _write(file: int, data: bytes) -> None:
+def _write(file: int, data: bytes | memoryview) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(file, view) :]
@@ -453,3 +471,16 @@ def find(files: list[Segment], tickets: list[int]) -> tuple[m.Reloaded, list[mem
     flat_tokens = np.concatenate([np.empty(0, np.int32), *(tokens[ticket] for ticket in order)])
     flat_logprobs = np.concatenate([np.empty(0, np.float32), *(logprobs[ticket] for ticket in order)])
     return reloaded, [flat_tokens.view(np.uint8).data, flat_logprobs.view(np.uint8).data]
+
+
+def bound(settings: Settings, *, checkpoint_steps: int, segment_bytes: int, chunk_tokens: int) -> int:
+    """Most bytes that the journal of a run takes on disk, if a checkpoint is made every so many steps.
+
+    What was trained since the last checkpoint and what is in flight, in chunks of `chunk_tokens`; the oldest file that
+    holds some of it and the newest, each at most twice its snapshot and `segment_bytes` long; and the snapshots between
+    them, which are at most half as long as what they divide. Prompts and headers count 10% of the tokens.
+    """
+    token = 1.1 * (m.TOKEN_BYTES + m.ROW_BYTES / chunk_tokens)
+    live = settings.limit * settings.max_tokens * token
+    since = checkpoint_steps * settings.batch * settings.max_tokens * token
+    return int(1.5 * (since + live) + 2 * (3 * live + segment_bytes + 2 * GROUP_BYTES))

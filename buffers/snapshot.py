@@ -107,8 +107,14 @@ class Snapshot(Struct, frozen=True, tag="Snapshot", tag_field="type"):
     format: int = FORMAT
 
 
-def take(core: Core) -> tuple[Snapshot, list[memoryview]]:
+def take(core: Core) -> tuple[Snapshot, list[bytes]]:
     """The snapshot and its two frames: all tokens (int32) and all log-probs (float32) in memory."""
+    snapshot, frames = pieces(core)
+    return snapshot, [b"".join(parts) for parts in frames]
+
+
+def pieces(core: Core) -> tuple[Snapshot, list[list[memoryview]]]:
+    """`take` without a copy: each frame in parts that are views of the core's own rows, good until it changes."""
     store, issuing, offering = core.store, core.issuing, core.offering
     kept = [*store.trajectories.values(), *offering.retained, *offering.parked, *offering.loading.values()]
     groups = dict.fromkeys([*store.groups.values(), *(trajectory.group for trajectory in kept)])
@@ -116,8 +122,8 @@ def take(core: Core) -> tuple[Snapshot, list[memoryview]]:
     place = {trajectory: i for i, trajectory in enumerate(everything)}
     rows = [store.pool.row(trajectory.ticket) for trajectory in store.trajectories.values()]
     lengths = [int(store.pool.length[row]) for row in rows]
-    tokens = [store.pool.tokens[row, :length] for row, length in zip(rows, lengths, strict=True)]
-    logprobs = [store.pool.logprobs[row, :length] for row, length in zip(rows, lengths, strict=True)]
+    tokens = [store.pool.tokens[row, :length] for row, length in zip(rows, lengths, strict=True) if length]
+    logprobs = [store.pool.logprobs[row, :length] for row, length in zip(rows, lengths, strict=True) if length]
     snapshot = Snapshot(
         settings=store.settings,
         forks=list(store.lineage.forks),
@@ -161,9 +167,7 @@ def take(core: Core) -> tuple[Snapshot, list[memoryview]]:
         parked=[place[trajectory] for trajectory in offering.parked],
         loading=[(ticket, place[trajectory]) for ticket, trajectory in offering.loading.items()],
     )
-    flat_tokens = np.concatenate([np.empty(0, np.int32), *tokens])
-    flat_logprobs = np.concatenate([np.empty(0, np.float32), *logprobs])
-    return snapshot, [flat_tokens.view(np.uint8).data, flat_logprobs.view(np.uint8).data]
+    return snapshot, [[part.view(np.uint8).data for part in parts] for parts in (tokens, logprobs)]
 
 
 def _record(pool: Pool, trajectory: Trajectory) -> TrajectoryRecord:

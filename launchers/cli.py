@@ -52,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     _keys(commands.add_parser("keys", help="make keys for connections between hosts"))
     doctor = commands.add_parser("doctor", help="what is installed and what works here")
     doctor.set_defaults(command=lambda _: _module("launchers.doctor"))
+    _bench(commands.add_parser("bench", help="measure this machine"))
     return top
 
 
@@ -256,6 +257,20 @@ def _make_keys(args: argparse.Namespace) -> int:
     print(f"keys are in {folder}; use them with")
     print(f"  --set {shlex.quote(f'buffer.security.keys={folder}')}")
     return 0
+
+
+def _bench(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    buffer = actions.add_parser("buffer", help="how many tokens the replay buffer takes in, beside its peers; minutes")
+    buffer.add_argument("--json", metavar="FILE", help="also write the result here")
+    buffer.add_argument("--seconds", type=float, default=10.0, metavar="S", help="length of each measure (default: 10)")
+    buffer.add_argument("--no-peers", action="store_true", help="without Ray and TransferQueue")
+    buffer.set_defaults(command=_bench_buffer)
+
+
+def _bench_buffer(args: argparse.Namespace) -> int:
+    options = [*(["--json", args.json] if args.json else []), *(["--no-peers"] if args.no_peers else [])]
+    return _module("async_rl.benchmarks.buffer", "--seconds", str(args.seconds), *options)
 
 
 def _module(name: str, *arguments: str) -> int:

@@ -649,8 +649,8 @@ def test_the_format_is_what_the_module_says(tmp_path: Path) -> None:
     _, one, two, three = ends(data)
     mark, entries, size, _ = struct.unpack_from("<4sIQI", data, one)
     assert (mark, entries, two - one) == (b"GRUP", 1, 20 + size)
-    name, frames, head = struct.unpack_from("<HHI", data, one + 20)
+    name, frames, head = struct.unpack_from("<HHQ", data, one + 20)
     assert (name, frames) == (6, 1)
-    assert data[one + 28 : one + 34] == b"feeder"
-    assert m.decode_inbound(data[one + 34 : one + 34 + head]) == m.Submit(0, [prompt(0), prompt(1)])
+    assert data[one + 32 : one + 38] == b"feeder"
+    assert m.decode_inbound(data[one + 38 : one + 38 + head]) == m.Submit(0, [prompt(0), prompt(1)])
     assert three == len(data)

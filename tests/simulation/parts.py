@@ -81,6 +81,7 @@ class SimServer:
     def receive(self, peer: str, frames: list[bytes]) -> None:
         if not self.up:
             return
+        self.world.touched = True
         self.workers.seen(peer, self.world.clock.now)
         message = m.decode_from_peer(frames[0])
         try:
@@ -100,6 +101,7 @@ class SimServer:
         self._note(peer, frames, sends, question=question)
 
     def own(self, message: m.Inbound, frames: list[memoryview] | None = None) -> None:
+        self.world.touched = True
         sends = self.core.receive(SELF, message, frames or [])
         self._note(SELF, [m.encode(message), *(frames or [])], sends, question=False)
 

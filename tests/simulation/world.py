@@ -71,6 +71,8 @@ class World:
         self._version = -1
         self._acknowledged_version: int | None = None
         self._armed = False
+        self.touched = False
+        """Whether the core has seen something since it was last checked."""
         self._progress: object = None
         self._progress_at = FAULTS_S
         self.ledger = Ledger()
@@ -213,6 +215,9 @@ class World:
         return Result(self.seed, events, self.clock.now, self.crashes, self.server.core.stats())
 
     def _check(self) -> None:
+        if not self.touched:
+            return
+        self.touched = False
         core = self.server.core
         core.check()
         if "not in the journal" in core.store.tally.last_error:
