@@ -39,12 +39,21 @@ simulate: setup
 test-gpu: setup
 	$(BIN)/pytest -m gpu
 
-# The figures that the README and the issues claim, one target each; an hour in all.
-proof: proof-quickstart proof-inflight proof-synchronous proof-asynchronous proof-refusals proof-trl
+# The figures that the README and the issues claim, one target each; two hours in all.
+proof: proof-quickstart proof-inflight proof-synchronous proof-asynchronous proof-refusals proof-trl \
+	proof-ingest proof-simulate proof-bounded proof-faults proof-journal
 
 proof-trl: setup
 	$(BIN)/pip install -q -c constraints.txt trl==1.16.0
 	$(BIN)/python -m experiments.trl_comparison.run --steps 16 --json experiments/proof/trl.json
+
+proof-ingest proof-journal: setup
+	$(BIN)/pip install -q -c constraints.txt lmdb==3.0.0
+	$(BIN)/pip install -q -c constraints.txt TransferQueue==0.1.11
+	$(BIN)/python -m experiments.proof.buffer $(@:proof-%=%)
+
+proof-simulate proof-bounded proof-faults: setup
+	$(BIN)/python -m experiments.proof.buffer $(@:proof-%=%)
 
 proof-%: setup
 	$(BIN)/async-rl model fetch smollm2-135m

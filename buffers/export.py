@@ -30,9 +30,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffers.inspect import Record, files, opened, undone
-from buffers.journal import recover, replay
 from buffers.pool import Pool
 from buffers.records import State, Trajectory
+from buffers.segments import recover, replay
 
 GROUP_TOKENS = 1 << 20
 GROUP_ROWS = 1 << 14

@@ -17,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffers import messages as m
+from buffers import segments
 from buffers.core import Core
 from buffers.errors import JournalError
-from buffers.journal import Entry, Segment, begin_with_snapshot, recover, replay, segments
 from buffers.pool import ROW_BITS, Pool, Span
 from buffers.records import IN_FLIGHT, STATES, State, Trajectory
+from buffers.segments import Entry, Segment, begin_with_snapshot, recover, replay
 from staleness.versions import INJECTED
 from staleness.versions import show as show_version
 
@@ -84,7 +85,7 @@ def files(folder: Path) -> list[Segment]:
     """The files of a run's journal, oldest first, each as long as it is now. `JournalError` if there are none."""
     while True:
         try:
-            found = segments(folder)
+            found = segments.of(folder)
         except FileNotFoundError:
             continue  # a checkpoint has let go of a file between its listing and the look at its size
         if not found:

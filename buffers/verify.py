@@ -16,7 +16,7 @@ from buffers import snapshot
 from buffers.core import Core
 from buffers.errors import JournalError
 from buffers.inspect import files
-from buffers.journal import Entry, Segment, begin_with_snapshot, replay
+from buffers.segments import Entry, Segment, begin_with_snapshot, replay
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ def quickstart(runs: Path) -> Result:
         "starts below .15": found.reward_first5 is not None and found.reward_first5 < 0.15,
         "last five steps at least .5": (found.reward_last5 or 0) >= 0.5,
         "within 12 minutes of the first step": found.train_wall_s <= 720,
+        "buffer, streaming and accounts under 3% of the workers' time": (found.accounting_share or 1) < 0.03,
         "70% of held-out problems": held_out["after"] >= 0.7,
     }
     return {"bars": bars, "summary": msgspec.to_builtins(found), "held_out": held_out}

@@ -18,13 +18,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from buffers import journal as journals
 from buffers import messages as m
-from buffers import snapshot
+from buffers import segments, snapshot
 from buffers.core import Core
 from buffers.errors import JournalError
-from buffers.journal import GROUP, MAGIC, Journal, recover, segments
+from buffers.journal import Journal
 from buffers.records import Settings
+from buffers.segments import GROUP, MAGIC, recover
 from buffers.store import SELF
 from tests.buffers.driver import chunks, prompt
 from tests.buffers.world import World
@@ -80,10 +80,10 @@ def test_recovery_equals_the_live_core_after_any_events(tmp_path: Path, seed: in
             journal.begin(world.core)
         if i % 40 == 39:
             world.sync()
-            again, findings = recover(segments(tmp_path))
+            again, findings = recover(segments.of(tmp_path))
             assert findings.torn_bytes == 0
             assert snapshot.digest(again) == snapshot.digest(world.core)
-    assert segments(tmp_path)[-1].number > 2
+    assert segments.of(tmp_path)[-1].number > 2
     assert world.core.stats().trained == len(world.trained) > 0
     journal.close()
 
@@ -131,7 +131,7 @@ def test_a_reload_that_a_crash_interrupted_is_asked_for_again(tmp_path: Path) ->
     world.restore()
     assert core.offering.loading
     world.sync()
-    again, _ = recover(segments(tmp_path))
+    again, _ = recover(segments.of(tmp_path))
     assert list(again.offering.loading) == list(core.offering.loading)
     assert again.offering.reload_request() == core.offering.reload_request()
     assert snapshot.digest(again) == snapshot.digest(core)
@@ -219,11 +219,11 @@ def test_a_group_torn_at_any_byte_loses_only_itself(tmp_path: Path) -> None:
     assert last == len(data)
     for end in range(before, last):
         file.write_bytes(data[:end])
-        core, findings = recover(segments(tmp_path))
+        core, findings = recover(segments.of(tmp_path))
         assert snapshot.digest(core) == digests[2]
         assert findings.torn_bytes == end - before
         file.write_bytes(data[:end] + b"\0" * (last - end))  # a size that was written before the data
-        core, _ = recover(segments(tmp_path))
+        core, _ = recover(segments.of(tmp_path))
         assert snapshot.digest(core) == (digests[3] if not any(data[end:]) else digests[2])
 
 
@@ -246,7 +246,7 @@ def test_after_a_torn_end_the_journal_goes_on_and_nothing_later_is_lost(tmp_path
     journal.flush()
     journal.wait()
     journal.close()
-    again, findings = recover(segments(tmp_path))
+    again, findings = recover(segments.of(tmp_path))
     assert findings.torn_bytes == 0
     assert snapshot.digest(again) == snapshot.digest(core)
     assert again.stats().tokens == 3
@@ -277,7 +277,7 @@ def test_damage_before_the_last_group_is_an_error_that_says_where(tmp_path: Path
     for at in [*range(start, start + GROUP.size), *range(start + GROUP.size, end, step), end - 1]:
         file.write_bytes(data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :])
         with pytest.raises(JournalError, match=f"{file.name} is damaged at byte {start}:"):
-            recover(segments(tmp_path))
+            recover(segments.of(tmp_path))
     with pytest.raises(JournalError, match="is damaged"):
         Journal.open(tmp_path, core.settings, 1 << 20)
 
@@ -294,7 +294,7 @@ def test_a_group_that_says_another_number_of_entries_is_damaged(tmp_path: Path, 
     struct.pack_into("<I", data, second + 4, count)
     file.write_bytes(data)
     with pytest.raises(JournalError, match=f"damaged at byte {second}:"):
-        recover(segments(tmp_path))
+        recover(segments.of(tmp_path))
 
 
 def test_a_hole_of_zeros_in_the_middle_is_damage(tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_a_hole_of_zeros_in_the_middle_is_damage(tmp_path: Path) -> None:
     one, two = ends(data)[:2]
     file.write_bytes(data[:one] + b"\0" * (two - one) + data[two:])
     with pytest.raises(JournalError, match=f"damaged at byte {one}"):
-        recover(segments(tmp_path))
+        recover(segments.of(tmp_path))
 
 
 def test_what_is_no_journal_is_said_to_be_none(tmp_path: Path) -> None:
@@ -368,8 +368,8 @@ def test_a_run_goes_on_under_other_settings(tmp_path: Path, changes: dict[str, o
         assert two.length[row] == one.length[row]
         assert two.tokens[row, : one.length[row]].tolist() == one.tokens[row, : one.length[row]].tolist()
         assert two.spans_of(row) == one.spans_of(row)
-    assert len(segments(tmp_path)) == 2
-    assert snapshot.digest(recover(segments(tmp_path))[0]) == snapshot.digest(again)
+    assert len(segments.of(tmp_path)) == 2
+    assert snapshot.digest(recover(segments.of(tmp_path))[0]) == snapshot.digest(again)
 
     def say(peer: str, message: m.Message, *frames: bytes | memoryview) -> list:
         head = m.encode(message)
@@ -396,7 +396,7 @@ def test_a_run_goes_on_under_other_settings(tmp_path: Path, changes: dict[str, o
     journal.flush()
     journal.wait()
     assert again.stats().parked == len(again.offering.parked)
-    assert snapshot.digest(recover(segments(tmp_path))[0]) == snapshot.digest(again)
+    assert snapshot.digest(recover(segments.of(tmp_path))[0]) == snapshot.digest(again)
     journal.begin(again)
     for trajectory in list(again.store.trajectories.values()):
         if trajectory.state == "running" and trajectory.worker is not None:
@@ -404,7 +404,7 @@ def test_a_run_goes_on_under_other_settings(tmp_path: Path, changes: dict[str, o
             say(trajectory.worker, m.Outcomes(1, [outcome]))
     journal.flush()
     journal.wait()
-    recovered = recover(segments(tmp_path))[0]
+    recovered = recover(segments.of(tmp_path))[0]
     assert snapshot.digest(recovered) == snapshot.digest(again)
     journal.close()
 
@@ -432,7 +432,7 @@ def test_a_smaller_run_reloads_the_same_after_a_crash_as_without_one(tmp_path: P
     journal.begin(core)
     world.restore()
     world.sync()
-    again, _ = recover(segments(tmp_path))
+    again, _ = recover(segments.of(tmp_path))
     assert list(again.offering.loading) == list(core.offering.loading)
     assert snapshot.digest(again) == snapshot.digest(core)
     journal.close()
@@ -460,7 +460,7 @@ def trained_over_files(folder: Path, every: int = 40) -> tuple[Journal, World]:
 def test_find_returns_what_was_fetched_from_whichever_file(tmp_path: Path) -> None:
     journal, world = trained_over_files(tmp_path)
     retained = world.core.offering.retained
-    assert len(segments(tmp_path)) == 11
+    assert len(segments.of(tmp_path)) == 11
     assert len({trajectory.commit for trajectory in retained}) > 20
     tickets = [trajectory.ticket for trajectory in retained]
     random.Random(0).shuffle(tickets)
@@ -487,15 +487,15 @@ def test_a_trajectory_that_was_not_trained_is_not_found(tmp_path: Path) -> None:
 def test_cut_keeps_what_can_still_be_asked_for(tmp_path: Path) -> None:
     journal, world = trained_over_files(tmp_path)
     core = world.core
-    numbers = [file.number for file in segments(tmp_path)]
+    numbers = [file.number for file in segments.of(tmp_path)]
     journal.cut(core.offering.oldest_needed())
-    assert [file.number for file in segments(tmp_path)] == numbers  # no checkpoint yet: all are needed
+    assert [file.number for file in segments.of(tmp_path)] == numbers  # no checkpoint yet: all are needed
     last = 0
     for step in range(1, len(world.history) + 1):
         world.saved = step
         world.say("rank0#0", m.Checkpointed(step))
         journal.cut(core.offering.oldest_needed())
-        left = [file.number for file in segments(tmp_path)]
+        left = [file.number for file in segments.of(tmp_path)]
         assert left == numbers[len(numbers) - len(left) :]
         if len(left) != last:
             tickets = [trajectory.ticket for trajectory in core.offering.retained]
@@ -503,27 +503,27 @@ def test_cut_keeps_what_can_still_be_asked_for(tmp_path: Path) -> None:
             assert message.tickets == tickets
             # And no more than is needed: the oldest file holds something that can be asked for, or is the newest.
             if len(left) > 1:
-                assert journals.first_commit(segments(tmp_path)[1]) > core.offering.oldest_needed()
+                assert segments.first_commit(segments.of(tmp_path)[1]) > core.offering.oldest_needed()
             assert [message.spans[i] for i in range(len(message.tickets))] == [
                 world.archive[ticket].spans for ticket in message.tickets
             ]
         last = len(left)
-    assert [file.number for file in segments(tmp_path)] == numbers[-1:]
+    assert [file.number for file in segments.of(tmp_path)] == numbers[-1:]
     world.sync()
-    assert snapshot.digest(recover(segments(tmp_path))[0]) == snapshot.digest(core)
+    assert snapshot.digest(recover(segments.of(tmp_path))[0]) == snapshot.digest(core)
     journal.close()
 
 
 def test_a_reopened_journal_knows_what_its_old_files_hold(tmp_path: Path) -> None:
     journal, world = trained_over_files(tmp_path)
     journal.close()
-    before = [file.number for file in segments(tmp_path)]
+    before = [file.number for file in segments.of(tmp_path)]
     journal, core = opened(tmp_path)
     journal.cut(core.offering.oldest_needed())
-    assert [file.number for file in segments(tmp_path)] == before
+    assert [file.number for file in segments.of(tmp_path)] == before
     core.offering.checkpointed(len(world.history) // 2)
     journal.cut(core.offering.oldest_needed())
-    left = [file.number for file in segments(tmp_path)]
+    left = [file.number for file in segments.of(tmp_path)]
     assert 1 < len(left) < len(before)
     tickets = [trajectory.ticket for trajectory in core.offering.retained]
     assert journal.find(tickets)[0].tickets == tickets
@@ -541,9 +541,9 @@ def test_a_file_is_long_when_it_has_outgrown_its_snapshot(tmp_path: Path) -> Non
             assert not journal.long
             journal.cut(core.offering.oldest_needed())
     sizes = [file.stat().st_size for file in tmp_path.iterdir()]
-    assert max(segment.number for segment in segments(tmp_path)) > 2
+    assert max(segment.number for segment in segments.of(tmp_path)) > 2
     assert max(sizes) < 200_000
-    assert snapshot.digest(recover(segments(tmp_path))[0]) == snapshot.digest(core)
+    assert snapshot.digest(recover(segments.of(tmp_path))[0]) == snapshot.digest(core)
     journal.close()
 
 
@@ -583,7 +583,7 @@ def test_a_full_disk_is_an_error_and_acknowledges_nothing(tmp_path: Path, monkey
     monkeypatch.undo()
     journal.close()
     assert file.stat().st_size == ends(file.read_bytes()[:-50])[-1] + 50  # half a group: torn
-    again, findings = recover(segments(tmp_path))
+    again, findings = recover(segments.of(tmp_path))
     assert findings.torn_bytes == 50
     assert snapshot.digest(again) == digests[-1]
 
@@ -617,8 +617,8 @@ def test_a_new_file_that_cannot_be_written_is_an_error_and_the_old_one_stays(
     with pytest.raises(JournalError, match=r"00000002.journal cannot be written: .*No space left"):
         journal.begin(core)
     monkeypatch.undo()
-    assert [file.number for file in segments(tmp_path)] == [1]
-    assert snapshot.digest(recover(segments(tmp_path))[0]) == snapshot.digest(core)
+    assert [file.number for file in segments.of(tmp_path)] == [1]
+    assert snapshot.digest(recover(segments.of(tmp_path))[0]) == snapshot.digest(core)
     journal.close()
 
 
@@ -634,7 +634,7 @@ def test_writes_of_a_few_bytes_at_a_time_make_a_whole_group(tmp_path: Path, monk
     journal.wait()
     monkeypatch.undo()
     journal.close()
-    again, findings = recover(segments(tmp_path))
+    again, findings = recover(segments.of(tmp_path))
     assert findings.torn_bytes == 0
     assert snapshot.digest(again) == snapshot.digest(core)
 

@@ -23,8 +23,9 @@ from buffers import export, inspect, verify
 from buffers import messages as m
 from buffers.core import Send
 from buffers.errors import JournalError
-from buffers.journal import Journal, Segment
+from buffers.journal import Journal
 from buffers.records import Settings
+from buffers.segments import Segment
 from buffers.store import SELF
 from staleness.versions import INJECTED, pack
 from tests.buffers.driver import Driver, chunks

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import LlamaForCausalLM
@@ -18,6 +22,8 @@ from async_rl.rollout.engines.protocol import Delta, Request
 from async_rl.weights.manifest import Probe
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.receiver import Receipt, Receiver
+from buffers import export, segments
+from buffers import messages as m
 from tests import tiny
 from tests.async_rl.test_torch_engine import collect
 from tests.e2e import runs
@@ -165,3 +171,66 @@ def test_a_run_with_vllm_and_a_real_model(tmp_path: Path) -> None:
     assert "version 0 applied" in log
     assert "probe differs by" in log
     runs.nothing_left(folder)
+
+
+def streamed(folder: Path) -> dict[int, dict[int, list[tuple[int, float, int]]]]:
+    """By ticket and attempt: what its workers sent, as (token, log-prob, version) in order of offset."""
+    out: dict[int, dict[int, dict[int, tuple[int, float, int]]]] = defaultdict(lambda: defaultdict(dict))
+    for file in segments.of(folder / "journal"):
+        entries = file.entries()
+        next(entries)  # the snapshot
+        for entry in entries:
+            head = m.decode_inbound(entry.head)
+            if not isinstance(head, m.Append):
+                continue
+            chunks = m.Chunks.from_frames(head, entry.frames)
+            at = 0
+            columns = (chunks.ticket, chunks.attempt, chunks.offset, chunks.length, chunks.version)
+            for ticket, attempt, offset, length, version in zip(*(c.tolist() for c in columns), strict=True):
+                for i in range(length):
+                    sample = (int(chunks.tokens[at + i]), float(chunks.logprobs[at + i]), version)
+                    out[ticket][attempt][offset + i] = sample
+                at += length
+    return {
+        ticket: {attempt: [of[i] for i in sorted(of)] for attempt, of in attempts.items()}
+        for ticket, attempts in out.items()
+    }
+
+
+def test_a_worker_killed_in_mid_response_loses_no_token(models: tuple[Path, Path], tmp_path: Path) -> None:
+    """failures.md 6 and 12: another engine goes on after the stored prefix, within what is left of the budget."""
+    config = runs.config(
+        models[0],
+        tmp_path,
+        **{
+            "steps": 12,
+            "rollout": {"engine": "vllm", "slots": 8, "max_tokens": 400, "dtype": "float32", "workers": 2},
+            "buffer": {"batch_size": 8, "group_size": 4},
+            "launch.max_restarts": 1,
+        },
+    )
+    started = runs.start(config)
+    started.until(lambda: started.steps() >= 2, timeout_s=300)
+    worker = started.child("rollout.worker")
+    family = [worker, *worker.children(recursive=True)]
+    worker.send_signal(signal.SIGKILL)
+    _, left = psutil.wait_procs(family, timeout=10)
+    assert left == [], "the engine outlives its worker"
+    code, out = started.wait(400)
+    assert code == 0, out
+    result = runs.adds_up(started.folder)
+    assert (result.tickets.trained, result.span_mismatches, result.lost_workers) == (12 * 8, 0, 1)
+    assert result.kept_tokens > 0
+    export.export(started.folder / "journal", tmp_path / "all.parquet", {"trained"})
+    trained = pq.read_table(tmp_path / "all.parquet").to_pylist()
+    keys = [(row["epoch"], row["index"], row["group"], row["member"]) for row in trained]
+    assert len(set(keys)) == len(keys) == 12 * 8
+    sent = streamed(started.folder)
+    continued = [row for row in trained if len(sent[row["ticket"]]) > 1]
+    assert continued, "no trained trajectory has changed its worker"
+    for row in continued:
+        whole = list(zip(row["tokens"], row["logprobs"], row["versions"], strict=True))
+        first, second = sent[row["ticket"]][1], sent[row["ticket"]][2]
+        assert whole == first + second
+        assert len(whole) <= 400
+    runs.nothing_left(started.folder, started.family)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from buffers import journal, keys
+from buffers import keys, segments
 from buffers import messages as m
 from buffers.client import Client
 from buffers.config import BufferConfig, SecurityConfig
@@ -62,7 +62,7 @@ def test_a_hundred_thousand_hostile_frames_change_nothing(tmp_path: Path) -> Non
     socket.close()
     context.term()
     server.close()
-    core, _ = journal.recover(journal.segments(tmp_path / "journal"))
+    core, _ = segments.recover(segments.of(tmp_path / "journal"))
     core.check()
     assert core.stats().trained == learner.step * SETTINGS.batch
 

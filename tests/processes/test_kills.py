@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from buffers import journal
+from buffers import segments
 from buffers.config import BufferConfig
 from buffers.records import Settings
 from tests.processes.peers import FeederPeer, Learner, Worker, wait_for
@@ -20,7 +20,7 @@ SETTINGS = Settings(batch=16, group=4, max_staleness=2, max_tokens=256, min_grou
 
 def recovered_lengths(folder: Path) -> tuple[dict[tuple[int, int], int], set[int]]:
     """Length of each (ticket, attempt) in flight according to the journal, and the tickets."""
-    core, _ = journal.recover(journal.segments(folder / "journal"))
+    core, _ = segments.recover(segments.of(folder / "journal"))
     core.check()
     pool = core.store.pool
     lengths = {
@@ -61,7 +61,7 @@ def test_a_server_killed_twenty_times_loses_no_acknowledged_token(tmp_path: Path
         peer.stop()
     server.close()
     lengths, _ = recovered_lengths(tmp_path)
-    core, _ = journal.recover(journal.segments(tmp_path / "journal"))
+    core, _ = segments.recover(segments.of(tmp_path / "journal"))
     stats = core.stats()
     assert stats.trained == sum(learner.trained.values()) == learner.step * SETTINGS.batch
     assert (stats.failed, stats.cancelled, stats.lost_workers) == (0, 0, 0)

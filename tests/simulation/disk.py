@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from buffers import journal, snapshot
+from buffers import journal, segments, snapshot
 from buffers import messages as m
 from buffers.core import Core
-from buffers.journal import Entry
+from buffers.segments import Entry
 from buffers.store import SELF
 
 
 @dataclass
 class File:
-    """Stands for `journal.Segment`; its entries are all whole."""
+    """Stands for `segments.Segment`; its entries are all whole."""
 
     number: int
     written: list[Entry] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Disk:
             del self.first_commit[number]
 
     def recover(self) -> Core:
-        return journal.recover(self.files)[0]  # type: ignore[arg-type]
+        return segments.recover(self.files)[0]  # type: ignore[arg-type]
 
     def find(self, tickets: list[int]) -> tuple[m.Reloaded, list[memoryview]]:
-        return journal.find(self.files, tickets)  # type: ignore[arg-type]
+        return segments.find(self.files, tickets)  # type: ignore[arg-type]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from traceback import format_exc
 
 from tests.simulation.world import World
@@ -25,6 +27,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("seed", type=int)
     parser.add_argument("--count", type=int, default=1)
+    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     start, events, faults = time.monotonic(), 0, Counter[str]()
     failed: list[int] = []
@@ -41,6 +44,9 @@ def main() -> int:
                     break
     took = time.monotonic() - start
     print(f"{args.count} seeds, {events} events, {took:.0f} s, {len(failed)} failed {failed}; faults: {dict(faults)}")
+    if args.json:
+        figures = {"seeds": args.count, "events": events, "failed": failed, "faults": faults, "seconds": round(took)}
+        args.json.write_text(json.dumps(figures))
     return 1 if failed else 0
 
 
