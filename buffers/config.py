@@ -57,7 +57,7 @@ class BufferConfig(Struct, frozen=True, forbid_unknown_fields=True):
     durability: Durability = "batch"
     """`batch`: everything acknowledged is on disk, synced in groups. `strict`: synced message by message. `none`: no
     journal; what the buffer holds is lost with its process."""
-    segment_mib: Annotated[int, Meta(ge=1)] = 256
+    segment_mib: Annotated[int, Meta(ge=1)] = 512
     """Size of a journal file, beyond twice what is live, at which the next one begins. MiB."""
     groups: GroupConfig = GroupConfig()
     """Groups and their failed members."""

@@ -176,11 +176,11 @@ class Core:
         status, error = outcome.status, outcome.error
         if status == "finished" and outcome.length != length:
             status, error = "failed", f"{length} tokens stored, the worker counts {outcome.length}"
-        sampled = store.pool.sampled(row)
-        if status == "finished" and not sampled.any():
+        sampled, finite = store.pool.count_sampled(row)
+        if status == "finished" and not sampled:
             status, error = "failed", "the response is empty"
-        if status == "finished" and not (np.isfinite(store.pool.logprobs[row, :length]) & sampled).any():
-            store.tally.masked_nonfinite += int(np.count_nonzero(sampled))
+        if status == "finished" and not finite:
+            store.tally.masked_nonfinite += sampled
             status, error = "failed", "the engine gave no token a finite log-prob"
         if status == "finished" and (outcome.reward is None or not np.isfinite(outcome.reward)):
             status, error = "failed", f"the reward is {outcome.reward}"
@@ -209,7 +209,8 @@ class Core:
         """What the group policy says now."""
         if group.serial not in self.store.groups:
             return
-        decision = groups.verdict(group, self.settings, self.store.age(group.issued_at))
+        timed = self.settings.group_policy == "deadline_versions"
+        decision = groups.verdict(group, self.settings, self.store.age(group.issued_at) if timed else 0)
         if decision == "fail":
             self._fail(group)
         if decision == "cut":

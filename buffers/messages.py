@@ -469,9 +469,9 @@ class Chunks:
             return np.frombuffer(data[start:at], dtype=dtype)
 
         ticket, version = column(np.int64, rows), column(np.int64, rows)
-        attempt, offset, length = column(np.int32, rows), column(np.int32, rows), column(np.int32, rows)
+        attempt, offset, length = column(np.int32, 3 * rows).reshape(3, rows)
         chunks = cls(ticket, attempt, offset, length, version, column(np.int32, tokens), column(np.float32, tokens))
-        if rows and (length.min() < 1 or offset.min() < 0 or ticket.min() < 0 or attempt.min() < 1):
+        if rows and (ticket.min() < 0 or attempt.min() < 1 or offset.min() < 0 or length.min() < 1):
             raise ProtocolError("a chunk has a negative ticket or offset, an attempt below 1, or no tokens")
         total = int(length.sum(dtype=np.int64))
         if total != tokens:

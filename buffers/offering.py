@@ -66,8 +66,7 @@ class Offering:
         if self.take is None or settings.on_stale != "pace" or sum(self.ready.values()) < settings.batch:
             return []
         groups = [group for group in self.store.groups.values() if group.having("running", "ready")]
-        issued = np.asarray([group.issued_at for group in groups], np.int64)
-        ages: list[int] = self.store.lineage.age(self.take[1], issued).tolist()
+        ages = [self.store.lineage.age_of(self.take[1], group.issued_at) for group in groups]
         room = settings.batch
         chosen: dict[int, int] = {}
         for serial in sorted(self.ready):
@@ -141,15 +140,17 @@ class Offering:
         if trajectory.usable is None or trajectory.usable_at != version:
             store, pool = self.store, self.store.pool
             row = pool.row(trajectory.ticket)
-            versions = pool.span_version[row, : int(pool.spans[row])]
-            # A token from the future can only come from a worker that is ahead of its learner's commit: not yet.
-            sampled = (versions != INJECTED) & (versions <= version)
-            ages = store.lineage.age(version, np.where(sampled, versions, version))
-            fresh = bounds.fresh(
-                ages, sampled, max_staleness=store.settings.max_staleness, on_stale=store.settings.on_stale
-            )
-            logprobs = pool.logprobs[row, : int(pool.length[row])]
-            trajectory.usable = np.repeat(fresh, pool.span_lengths(row)) & np.isfinite(logprobs)
+            # None: injected, or from the future, of a worker that is ahead of its learner's commit.
+            ages = [
+                None if sampled == INJECTED or sampled > version else store.lineage.age_of(version, sampled)
+                for sampled in pool.versions_of(row)
+            ]
+            settings = store.settings
+            fresh = bounds.fresh(ages, max_staleness=settings.max_staleness, on_stale=settings.on_stale)
+            usable = np.isfinite(pool.logprobs[row, : int(pool.length[row])])
+            if not all(fresh):
+                usable &= np.repeat(fresh, pool.span_lengths(row))
+            trajectory.usable = usable
             trajectory.usable_at = version
         return trajectory.usable
 
@@ -201,8 +202,8 @@ class Offering:
             tokens=_concatenate([pool.tokens[row, span] for row, span in spans], np.int32),
             logprobs=_concatenate([pool.logprobs[row, span] for row, span in spans], np.float32),
             mask=_concatenate([mask.view(np.uint8) for mask in masks if mask is not None], np.uint8),
-            span_length=_concatenate([pool.span_lengths(row) for row in rows], np.int32),
-            span_version=_concatenate([pool.span_version[row, : int(pool.spans[row])] for row in rows], np.int64),
+            span_length=np.asarray([length for row in rows for length in pool.span_lengths(row)], np.int32),
+            span_version=np.asarray([version for row in rows for version in pool.versions_of(row)], np.int64),
         )
 
     def commit(self, peer: str, commit: m.Commit) -> bool:

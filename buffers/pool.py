@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -125,10 +126,14 @@ class Pool:
 
         `tokens` and `logprobs` are the chunks' columns, concatenated.
         """
-        starts = rows * self.max_tokens + offsets
-        ends = np.cumsum(lengths, dtype=np.int64)
         # Where each token goes: its chunk's start plus its place in the chunk.
-        at = np.arange(tokens.size, dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)
+        starts = rows * self.max_tokens + offsets
+        first = int(lengths[0]) if lengths.size else 0
+        if first * lengths.size == tokens.size and (lengths == first).all():
+            at = (starts[:, None] + np.arange(first)).reshape(-1)
+        else:
+            ends = np.cumsum(lengths, dtype=np.int64)
+            at = np.arange(tokens.size) + np.repeat(starts - (ends - lengths), lengths)
         self.tokens.reshape(-1)[at] = tokens
         self.logprobs.reshape(-1)[at] = logprobs
         self.length[rows] = offsets + lengths
@@ -163,16 +168,27 @@ class Pool:
         pairs = zip(self.span_start[row, :count].tolist(), self.span_version[row, :count].tolist(), strict=True)
         return [Span(*pair) for pair in pairs]
 
-    def span_lengths(self, row: int) -> Int32s:
+    def span_lengths(self, row: int) -> list[int]:
         """Tokens of each span of a row."""
-        count = int(self.spans[row])
-        return np.diff(self.span_start[row, :count], append=self.length[row]).astype(np.int32)
+        edges: list[int] = [*self.span_start[row, : int(self.spans[row])].tolist(), int(self.length[row])]
+        return [end - start for start, end in pairwise(edges)]
+
+    def versions_of(self, row: int) -> list[int]:
+        """The version of each span of a row."""
+        return self.span_version[row, : int(self.spans[row])].tolist()
 
     def sampled(self, row: int) -> NDArray[np.bool_]:
         """Which tokens of a row a policy has sampled."""
-        return np.repeat(self.span_version[row, : int(self.spans[row])] != INJECTED, self.span_lengths(row))
+        return np.repeat([version != INJECTED for version in self.versions_of(row)], self.span_lengths(row))
+
+    def count_sampled(self, row: int) -> tuple[int, int]:
+        """Tokens of a row that a policy has sampled, and how many of them have a finite log-prob."""
+        finite = np.isfinite(self.logprobs[row, : int(self.length[row])])
+        if INJECTED not in self.versions_of(row):
+            return finite.size, int(np.count_nonzero(finite))
+        sampled = self.sampled(row)
+        return int(np.count_nonzero(sampled)), int(np.count_nonzero(finite & sampled))
 
     def sampled_versions(self, row: int) -> int:
         """How many policy versions the sampled tokens of a row come from."""
-        versions = self.span_version[row, : int(self.spans[row])]
-        return int(np.unique(versions[versions != INJECTED]).size)
+        return len(set(self.versions_of(row)) - {INJECTED})

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
 from buffers import messages as m
 from buffers.pool import Pool
 from buffers.records import IN_FLIGHT, STATES, Group, Settings, State, Trajectory
@@ -86,7 +84,7 @@ class Store:
     def age(self, version: int) -> int:
         """Learner steps from `version` to the newest one."""
         assert self.version is not None
-        return int(self.lineage.age(self.version, np.asarray([version]))[0])
+        return self.lineage.age_of(self.version, version)
 
     def add(self, trajectory: Trajectory) -> None:
         self.trajectories[trajectory.ticket] = trajectory

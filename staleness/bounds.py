@@ -6,10 +6,8 @@ Check at `take` (never skipped): a sampled token older than `max_staleness` is n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
-
-import numpy as np
-from numpy.typing import NDArray
 
 OnStale = Literal["mask", "drop", "pace"]
 
@@ -24,16 +22,13 @@ def admissible_groups(*, in_flight: int, group: int, limit: int) -> int:
     return max(0, (limit - in_flight) // group)
 
 
-def fresh(
-    ages: NDArray[np.int64], sampled: NDArray[np.bool_], *, max_staleness: int, on_stale: OnStale
-) -> NDArray[np.bool_]:
+def fresh(ages: Sequence[int | None], *, max_staleness: int, on_stale: OnStale) -> list[bool]:
     """Which spans of one trajectory may be trained on; all False means that none of it may.
 
-    `ages` and `sampled` (False for injected text, whose age means nothing) have one entry per span of equal version.
-    Under `mask` and `pace` stale spans become context and the rest trains; under `drop` one stale span drops the
-    trajectory.
+    `ages` has one entry per span of equal version, None for text that no policy sampled. Under `mask` and `pace` stale
+    spans become context and the rest trains; under `drop` one stale span drops the trajectory.
     """
-    young = ages <= max_staleness
-    if on_stale == "drop" and not (young | ~sampled).all():
-        return np.zeros_like(sampled)
-    return young & sampled
+    young = [age is not None and age <= max_staleness for age in ages]
+    if on_stale == "drop" and any(age is not None and age > max_staleness for age in ages):
+        return [False] * len(young)
+    return young

@@ -56,6 +56,15 @@ class Lineage:
     def incarnation(self) -> int:
         return len(self.forks)
 
+    def age_of(self, trained_at: int, sampled_at: int) -> int:
+        """`age` of one version, without arrays; a version from the future has a negative one."""
+        incarnation, step = unpack(trained_at)
+        born, sampled = unpack(sampled_at)
+        if born == incarnation:
+            return step - sampled
+        parted = min([step, *self.forks[born:incarnation]])
+        return step - sampled if sampled <= parted else (step - parted) + (sampled - parted)
+
     def age(self, trained_at: int, sampled_at: NDArray[np.int64]) -> NDArray[np.int64]:
         """Learner steps between the versions of tokens and the version that trains on them.
 

@@ -91,7 +91,7 @@ class Load:
         self._free: deque[m.Ticket] = deque()
         self._ends: deque[tuple[int, int]] = deque()
         """Of each cohort, in order: the message it ends with, and its first column."""
-        self._messages = 0
+        self._messages = self._seq = 0
         self._sent: dict[int, tuple[float, int]] = {}
         """When each unacknowledged message was due, and its tokens."""
         self._submitted = self._commits = 0
@@ -104,8 +104,6 @@ class Load:
         """Bytes of all frames the worker has sent, with what ZMTP puts before each."""
         self.latencies: list[float] = []
         """Seconds from when each message of chunks was due to its acknowledgement."""
-        self.starved = 0
-        """How often a cohort had to wait for tickets."""
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -214,7 +212,6 @@ class Load:
         """Whether every column has a trajectory; ended cohorts are replaced on the way."""
         while self._ends[0][0] <= self._messages:
             if len(self._free) < self.shape.group:
-                self.starved += 1
                 return False
             _, first = self._ends.popleft()
             self._replace(first)
@@ -250,8 +247,6 @@ class Load:
         self._sent[self._seq] = due, tokens
         self.wire_bytes += sum(len(frame) + (2 if len(frame) < 256 else 9) for frame in frames)
         self._worker.send_multipart(frames)
-
-    _seq = 0
 
     def _worker_hears(self, message: m.Outbound, _frames: list[bytes]) -> None:
         if isinstance(message, m.News):

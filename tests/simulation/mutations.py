@@ -53,7 +53,8 @@ MUTATIONS = [
     ),
     Mutation(
         "age off by one", bounds, "fresh",
-        "young = ages <= max_staleness", "young = ages <= max_staleness + 1",
+        "young = [age is not None and age <= max_staleness for age in ages]",
+        "young = [age is not None and age <= max_staleness + 1 for age in ages]",
     ),
     Mutation(
         "partial group", groups, "verdict",

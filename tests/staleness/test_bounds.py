@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from staleness import bounds
@@ -30,15 +29,9 @@ def test_only_whole_groups_are_admitted(in_flight: int, expected: int) -> None:
 )
 def test_versions_0_0_5_at_learner_step_5(bound: int, on_stale: bounds.OnStale, expected: list[bool]) -> None:
     """failures.md 9."""
-    ages = np.asarray([5, 5, 0])
-    usable = np.ones(3, np.bool_)
-    assert bounds.trainable(ages, usable, max_staleness=bound, on_stale=on_stale).tolist() == expected
+    assert bounds.fresh([5, 5, 0], max_staleness=bound, on_stale=on_stale) == expected
 
 
-def test_a_token_without_a_finite_logprob_is_not_trained_on() -> None:
-    usable = np.asarray([True, False, True])
-    assert bounds.trainable(np.zeros(3, np.int64), usable, max_staleness=0, on_stale="drop").tolist() == [
-        True,
-        False,
-        True,
-    ]
+@pytest.mark.parametrize("on_stale", ["mask", "drop", "pace"])
+def test_injected_text_is_never_trained_on_and_never_stale(on_stale: bounds.OnStale) -> None:
+    assert bounds.fresh([0, None, 1], max_staleness=1, on_stale=on_stale) == [True, False, True]

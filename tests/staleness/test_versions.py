@@ -51,3 +51,12 @@ def test_two_restores_part_at_the_lowest_fork_between() -> None:
 def test_only_the_newest_incarnation_trains() -> None:
     with pytest.raises(VersionError, match="incarnation"):
         ages(Lineage((4,)), pack(0, 5), 3)
+
+
+def test_the_age_of_one_version_is_that_of_an_array() -> None:
+    lineage = Lineage((4, 6, 2))
+    trained = pack(3, 5)
+    sampled = [pack(i, s) for i, steps in enumerate([range(8), range(4, 9), range(6, 9), range(2, 6)]) for s in steps]
+    assert [lineage.age_of(trained, version) for version in sampled] == lineage.age(
+        trained, np.asarray(sampled)
+    ).tolist()
