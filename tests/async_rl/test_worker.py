@@ -116,3 +116,127 @@ def test_tags_that_the_engine_contradicts_are_counted(server: Server, tiny_model
     """failures.md 11."""
     one_batch(server, tiny_model, tmp_path, QuickEngine(lie=True), [0])
     assert server.core.stats().span_mismatches == 2
+
+
+@dataclass
+class EndlessEngine(QuickEngine):
+    """Counts up from the prompt's last token, one token a delta, until the budget is used or nobody listens."""
+
+    requests: list[Request] = field(default_factory=list)
+    abandoned: list[str] = field(default_factory=list)
+
+    async def generate(self, request: Request) -> AsyncIterator[Delta]:
+        self.requests.append(request)
+        try:
+            for i in range(request.max_tokens):
+                await asyncio.sleep(0.005)
+                last = i == request.max_tokens - 1
+                spans = [(self.version, 0, request.max_tokens)] if last else None
+                yield Delta([request.prompt[-1] + 1 + i], [-0.5], [self.version], "length" if last else None, spans)
+        except BaseException:
+            self.abandoned.append(request.id)
+            raise
+
+
+def run_worker(server: Server, tiny_model: Path, folder: Path, engine: QuickEngine, tree: dict) -> Worker:
+    base = {
+        "data": {"path": "x"},
+        "model": {"path": str(tiny_model)},
+        "reward": {"function": "tests.e2e.rewards:length"},
+    }
+    return Worker(process.Run(folder, parse({**base, **tree}), "worker", 0), engine)
+
+
+@pytest.fixture
+def long_server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(Core(Settings(batch=2, group=2, max_staleness=0, max_tokens=60, min_group=2)))
+    (tmp_path / "buffer.endpoint").write_text(server.endpoint)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    yield server
+    server.stop()
+    thread.join(5)
+
+
+def test_a_worker_goes_on_after_the_prefix_of_one_that_is_gone(
+    long_server: Server, tiny_model: Path, tmp_path: Path
+) -> None:
+    """failures.md 12: the second asks for what is left of the budget, and the reward sees the whole response."""
+    tree = {"rollout": {"dtype": "float32", "max_tokens": 60, "chunk_tokens": 4, "flush_ms": 20.0}}
+    publisher = Publisher(tmp_path, f"worker-{tmp_path.name}", torch.float32, tied=[])
+    publisher.publish(0, [("a", torch.zeros(3))], None)
+    learner = Client(long_server.endpoint, "rank0", "learner")
+    feeder = Client(long_server.endpoint, "feeder", "feeder")
+    learner.ask(m.Published(0), m.Done)
+    feeder.send(m.Submit(0, [prompt(0)]))
+    first, second = EndlessEngine(), EndlessEngine()
+
+    async def live() -> m.Batch:
+        one = run_worker(long_server, tiny_model, tmp_path, first, tree)
+        task = asyncio.create_task(one.main())
+        async with asyncio.timeout(60):
+            while long_server.core.stats().tokens < 16:  # noqa: ASYNC110 - the server has no event for it
+                await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await one.close()
+        two = run_worker(long_server, tiny_model, tmp_path, second, tree)  # of the same name: the first is gone
+        task = asyncio.create_task(two.main())
+        asked = asyncio.create_task(asyncio.to_thread(learner.ask, m.Take(0), m.Batch, until=task.done))
+        batch = await asyncio.wait_for(asked, 60)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await two.close()
+        assert batch is not None
+        return batch
+
+    try:
+        batch = asyncio.run(live())
+        arrays = learner.fetch(m.Fetch(batch.lease, [row.ticket for row in batch.rows]))
+    finally:
+        feeder.close()
+        learner.close()
+        publisher.close()
+    prefixes = [len(request.prompt) - len(prompt(0).tokens) for request in second.requests]
+    assert sum(prefixes) >= 16
+    assert [request.max_tokens for request in second.requests] == [60 - prefix for prefix in prefixes]
+    # Token by token what one engine would have counted: the last prompt token is 2.
+    assert arrays.tokens.tolist() == [*range(3, 63)] * 2
+    stats = long_server.core.stats()
+    assert (stats.lost_workers, stats.reissued, stats.kept_tokens) == (1, 2, sum(prefixes))
+    assert stats.span_mismatches == 0
+
+
+def test_a_cancelled_trajectory_ends_its_request(long_server: Server, tiny_model: Path, tmp_path: Path) -> None:
+    tree = {"rollout": {"dtype": "float32", "max_tokens": 60, "chunk_tokens": 4, "flush_ms": 20.0}}
+    publisher = Publisher(tmp_path, f"worker-{tmp_path.name}", torch.float32, tied=[])
+    publisher.publish(0, [("a", torch.zeros(3))], None)
+    learner = Client(long_server.endpoint, "rank0", "learner")
+    learner.ask(m.Published(0), m.Done)
+    feeder = Client(long_server.endpoint, "feeder", "feeder")
+    feeder.send(m.Submit(0, [prompt(0)]))
+    engine = EndlessEngine()
+
+    async def live() -> None:
+        worker = run_worker(long_server, tiny_model, tmp_path, engine, tree)
+        task = asyncio.create_task(worker.main())
+        async with asyncio.timeout(60):
+            while long_server.core.stats().tokens < 8:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            feeder.send(m.Lost("worker0"))  # wrongly: it lives, and its next hello takes the tickets up again
+            while long_server.core.stats().ready < 2:
+                assert not task.done()
+                await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await worker.close()
+
+    try:
+        asyncio.run(live())
+    finally:
+        feeder.close()
+        learner.close()
+        publisher.close()
+    assert len(engine.requests) == 4
+    assert engine.abandoned == [request.id for request in engine.requests[:2]]
+    assert [request.id.split(".")[1] for request in engine.requests] == ["1", "1", "2", "2"]
