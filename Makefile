@@ -47,10 +47,13 @@ proof-trl: setup
 	$(BIN)/pip install -q -c constraints.txt trl==1.16.0
 	$(BIN)/python -m experiments.trl_comparison.run --steps 16 --json experiments/proof/trl.json
 
-proof-ingest proof-journal: setup
-	$(BIN)/pip install -q -c constraints.txt lmdb==3.0.0
-	$(BIN)/pip install -q -c constraints.txt TransferQueue==0.1.11
-	$(BIN)/python -m experiments.proof.buffer $(@:proof-%=%)
+proof-ingest: setup
+	$(BIN)/pip install -q --no-deps TransferQueue==0.1.11 tensordict==0.15.3 pyvers==0.2.3 omegaconf==2.4.0
+	$(BIN)/python -m experiments.proof.buffer ingest
+
+proof-journal: setup
+	$(BIN)/pip install -q lmdb==3.0.0
+	$(BIN)/python -m experiments.proof.buffer journal
 
 proof-simulate proof-bounded proof-faults: setup
 	$(BIN)/python -m experiments.proof.buffer $(@:proof-%=%)

@@ -20,6 +20,8 @@ from async_rl.errors import ConfigError
 from buffers import keys
 from buffers.config import BufferConfig
 from buffers.errors import KeysError
+from buffers.pool import MAX_ROWS
+from staleness import bounds
 from staleness.config import StalenessConfig
 
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -276,6 +278,13 @@ def check(config: Config) -> None:
         raise ConfigError(
             "buffer.group_size", 1, "advantages compare the members of a group, so a group of one never trains",
             "Use at least 2",
+        )  # fmt: skip
+    window = bounds.capacity(max_staleness=config.staleness.max_staleness, batch=buffer.batch_size, slack=buffer.slack)
+    if window > MAX_ROWS:
+        raise ConfigError(
+            "staleness.max_staleness", config.staleness.max_staleness,
+            f"{window} trajectories might be in flight, (max_staleness + 1) * batch_size + slack; {MAX_ROWS} can be",
+            "Lower it, or buffer.batch_size",
         )  # fmt: skip
     groups = buffer.groups
     if groups.min_group > buffer.group_size:

@@ -18,7 +18,7 @@ from pathlib import Path
 from async_rl.config import Config, load
 from async_rl.errors import ConfigError, DataError
 from buffers.client import Client, read_endpoint
-from buffers.errors import JournalError, KeysError
+from buffers.errors import BufferGone, JournalError, KeysError
 from buffers.messages import Role
 
 _PR_SET_PDEATHSIG = 1
@@ -83,7 +83,7 @@ def guard(main: Callable[[], None]) -> None:
     except Exception as error:
         text = (
             f"error: {error}"
-            if isinstance(error, ConfigError | DataError | JournalError | KeysError)
+            if isinstance(error, ConfigError | DataError | JournalError | KeysError | BufferGone)
             else traceback.format_exc()
         )
         print(text, file=sys.stderr, flush=True)

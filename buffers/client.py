@@ -6,6 +6,7 @@ Both outlive the buffer's process: ZeroMQ reconnects, and what was not answered 
 from __future__ import annotations
 
 import asyncio
+import os
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -35,7 +36,7 @@ def read_endpoint(file: Path) -> str:
 
 
 def _options(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, name: str, keys: Path | None) -> None:
-    socket.setsockopt(zmq.IDENTITY, f"{name}#{uuid.uuid4().hex[:8]}".encode())
+    socket.setsockopt(zmq.IDENTITY, f"{name}#{os.getpid()}.{uuid.uuid4().hex[:8]}".encode())
     socket.setsockopt(zmq.LINGER, 500)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
@@ -159,17 +160,22 @@ class AsyncClient:
     async def hello(self) -> None:
         await self._send(self.session.hello(monotonic()))
 
-    async def append(self, chunks: m.Chunks) -> None:
+    async def flush(self, take: Callable[[], m.Chunks | None]) -> None:
+        """Sends what `take` gives, once there is room: whoever is cancelled before that has taken nothing."""
         async with self._sending:
             await self._room()
             with self.spent:
-                frames = self.session.append(chunks)
-            await self._send(frames)
+                chunks = take()
+                frames = None if chunks is None else self.session.append(chunks)
+            if frames is not None:
+                await self._send(frames)
 
     async def outcomes(self, outcomes: list[m.Outcome], *, busy_s: float = 0.0, overhead_s: float = 0.0) -> None:
         async with self._sending:
             await self._room()
-            await self._send(self.session.outcomes(outcomes, busy_s=busy_s, overhead_s=overhead_s))
+            with self.spent:
+                frames = self.session.outcomes(outcomes, busy_s=busy_s, overhead_s=overhead_s)
+            await self._send(frames)
 
     async def receive(self) -> m.Outbound:
         """The next message that concerns the worker; heartbeats, acknowledgements and repeats are dealt with here."""

@@ -2,7 +2,7 @@
 
     running ──finished──▶ ready ──take──▶ leased ──commit──▶ trained
        │                    │
-       ├──failed            └──expired (older than the bound)
+       ├──failed            └──expired (older than the bound)      parked: trained, then undone by a restore
        └──cancelled (its group is not wanted any more)
 
     core = Core(Settings(batch=2, group=2, max_staleness=0, max_tokens=8))
@@ -116,7 +116,8 @@ class Core:
     def is_question(self, peer: str, message: m.Inbound) -> bool:
         """Whether the message changes nothing, so that the journal need not have it."""
         if isinstance(message, m.Hello):
-            return peer in self.issuing.workers or peer == self.store.feeder or message.role in ("learner", "observer")
+            known = {"worker": peer in self.issuing.workers, "feeder": peer == self.store.feeder}
+            return known.get(message.role, True)
         return isinstance(message, m.Fetch | m.Status)
 
     # --- peers -------------------------------------------------------------------------------------------------
@@ -169,7 +170,7 @@ class Core:
         trajectory = store.trajectories[outcome.ticket]
         row = store.pool.row(outcome.ticket)
         length = int(store.pool.length[row])
-        store.tally.span_mismatches += outcome.span_mismatch
+        store.tally.span_mismatches += outcome.span_mismatch and not trajectory.finish_reason
         if outcome.status == "generated":
             trajectory.finish_reason = outcome.finish_reason
             return
@@ -255,7 +256,8 @@ class Core:
         if forks[: len(store.lineage.forks)] != store.lineage.forks or len(forks) != unpack(message.version)[0]:
             raise ProtocolError(
                 f"version {show(message.version)} with restores at {list(forks)} does not continue a run with restores "
-                f"at {list(store.lineage.forks)}"
+                f"at {list(store.lineage.forks)}: the run's lineage.json and its journal do not belong together. "
+                "Remove the journal folder to go on from the checkpoint alone"
             )
         self.offering.check_newer(message.version)
         gone_back = forks != store.lineage.forks

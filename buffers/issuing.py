@@ -9,7 +9,7 @@ from buffers import messages as m
 from buffers.errors import ProtocolError
 from buffers.pool import NOBODY
 from buffers.records import Group, Trajectory, Worker
-from buffers.store import Store
+from buffers.store import Store, is_called
 
 
 class Issuing:
@@ -53,8 +53,8 @@ class Issuing:
         return exhausted
 
     def peers_called(self, name: str) -> list[str]:
-        """Workers' identities are `name#session`; those of one name, or the one identity given."""
-        return [peer for peer in self.workers if peer == name or peer.split("#")[0] == name]
+        """The workers that `name` means; see `store.is_called`."""
+        return [peer for peer in self.workers if is_called(peer, name)]
 
     def lose(self, peer: str, *, by_its_tickets: bool = True) -> list[Trajectory]:
         """The worker is gone: its tickets wait for another, under a new attempt. Returns those that have seen too many
@@ -69,7 +69,7 @@ class Issuing:
             row = store.pool.row(ticket)
             store.pool.owner[row] = NOBODY
             trajectory.deaths += by_its_tickets
-            if trajectory.deaths >= store.settings.max_attempts:
+            if by_its_tickets and trajectory.deaths >= store.settings.max_attempts:
                 exhausted.append(trajectory)
                 continue
             trajectory.attempt += 1

@@ -43,7 +43,6 @@ class Journal:
     def __init__(self, folder: Path, segment_bytes: int) -> None:
         self.folder = folder
         self.handed = self.durable = 0
-        self.bytes_written = 0
         self._segment_bytes = segment_bytes
         self._first_commit: dict[int, int] = {}
         """For each file, the number of commits before it."""
@@ -132,9 +131,15 @@ class Journal:
     @property
     def idle(self) -> bool:
         """Everything handed over is on disk. Raises `JournalError` if a write has failed."""
-        if self._error is not None:
-            raise JournalError(f"the journal in {self.folder} cannot be written: {self._error}") from self._error
+        self._check()
         return self.durable == self.handed
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise JournalError(
+                f"the journal in {self.folder} cannot be written: {self._error}. Nothing acknowledged is lost: free "
+                "the disk and resume the run"
+            ) from self._error
 
     @property
     def long(self) -> bool:
@@ -160,7 +165,7 @@ class Journal:
             done = self._work.wait_for(lambda: self.durable == self.handed or self._error is not None, timeout_s)
         if not done:
             raise JournalError(f"the disk of {self.folder} did not take a write within {timeout_s:g} s")
-        assert self.idle
+        self._check()
 
     def cut(self, oldest_needed: int) -> None:
         """Removes the files whose commits all have numbers below `oldest_needed`, except the newest."""
@@ -181,7 +186,6 @@ class Journal:
                 _write(self._file, data)
                 os.fdatasync(self._file)
                 self._size += len(data)
-                self.bytes_written += len(data)
             except OSError as error:
                 self._error = error
             with self._work:

@@ -226,7 +226,8 @@ class Welcome(Message, frozen=True):
 
 
 class Refusal(Struct, frozen=True):
-    """A chunk or outcome that was not accepted. `gap`: repeat from `expected`; `fenced`: stop, the ticket is not yours;
+    """A chunk or outcome that was not accepted. `gap`: only `expected` tokens are stored, repeat
+    what comes after them; `fenced`: stop, the ticket is not yours;
     `invalid`: beyond the token budget, or from a version that does not exist."""
 
     ticket: int

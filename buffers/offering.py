@@ -17,7 +17,7 @@ from buffers import messages as m
 from buffers.errors import ProtocolError
 from buffers.records import Group, Lease, Trajectory
 from buffers.sampler import SAMPLERS, Choice, Offer
-from buffers.store import SELF, Store
+from buffers.store import SELF, Store, is_called
 from staleness import bounds
 from staleness.versions import INJECTED, show, unpack
 
@@ -261,7 +261,7 @@ class Offering:
         """Leases and the waiting `take` of a learner that is gone (of every learner if None): offered again."""
 
         def of_holder(peer: str) -> bool:
-            return holder is None or peer == holder or peer.split("#")[0] == holder
+            return holder is None or is_called(peer, holder)
 
         for lease in [lease for lease in self.leases.values() if of_holder(lease.holder)]:
             del self.leases[lease.id]
@@ -296,21 +296,24 @@ class Offering:
 
     def reload(self) -> None:
         """Asks for parked trajectories, the first trained first, group by group, as long as there is room."""
-        chosen = self._loadable()
-        if chosen and not self.loading:
+        chosen = [] if self.loading else self._loadable()
+        if chosen:
             self.loading = {trajectory.ticket: trajectory for trajectory in chosen}
             self.parked = [trajectory for trajectory in self.parked if trajectory.ticket not in self.loading]
             self.store.send(SELF, self.reload_request())
 
     def _loadable(self) -> list[Trajectory]:
         room = self.store.settings.limit - len(self.store.trajectories)
+        if not self.parked or room <= 0:
+            return []
+        groups: dict[Group, list[Trajectory]] = {}
+        for trajectory in self.parked:
+            groups.setdefault(trajectory.group, []).append(trajectory)
         chosen: list[Trajectory] = []
-        for group in dict.fromkeys(trajectory.group for trajectory in self.parked):
-            members = [trajectory for trajectory in self.parked if trajectory.group is group] if room > 0 else []
-            if not members or len(members) > room:
+        for members in groups.values():
+            if len(chosen) + len(members) > room:
                 break
             chosen += members
-            room -= len(members)
         return chosen
 
     def reload_request(self) -> m.Reload:

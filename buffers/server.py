@@ -25,12 +25,11 @@ from buffers import keys
 from buffers import messages as m
 from buffers.config import BufferConfig
 from buffers.core import Core
-from buffers.errors import BufferGone, JournalError, ProtocolError
+from buffers.errors import BufferGone, ProtocolError
 from buffers.journal import Journal, Outbox
 from buffers.liveness import Deadline
 from buffers.records import Settings
 from buffers.store import SELF, Send
-from staleness.errors import VersionError
 
 POLL_MS = 100
 TAKE_IN_S = 0.01
@@ -52,7 +51,8 @@ class Server:
         self._boot = uuid.uuid4().hex
         self._workers = Deadline(config.worker_timeout_s)
         self._patience = Deadline(config.pace_timeout_s)
-        self._watched = 0.0
+        self._watched = monotonic()
+        self._refused = 0
         self._outbox = Outbox()
         self._cuts: deque[tuple[int, int]] = deque()
         """Groups after which the journal needs nothing before a commit's number."""
@@ -72,8 +72,10 @@ class Server:
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
+        self._disk = zmq.Poller()
         if journal is not None:
             self._poller.register(journal.woken, zmq.POLLIN)
+            self._disk.register(journal.woken, zmq.POLLIN)
             self._go_on(journal)
 
     def _secure(self, folder: Path) -> None:
@@ -90,6 +92,9 @@ class Server:
     def begin_new_life(self) -> None:
         """Nobody of before is there any more: the whole run has been started again."""
         self._own(m.NewLife())
+        if self.journal is not None:
+            self.journal.flush()
+            self.journal.wait()
 
     def stop(self, _signal: int = 0, _frame: FrameType | None = None) -> None:
         """Ends `run` within one poll; usable as a signal handler."""
@@ -118,8 +123,11 @@ class Server:
     def _take_in(self) -> None:
         """Waits for something to do; then takes in messages until none is left, or a group is full or old enough."""
         journal = self.journal
-        full = journal is not None and journal.full and not journal.idle
-        if full or not self._ready():
+        if journal is not None and journal.full and not journal.idle:
+            self._disk.poll(POLL_MS)
+            self._drain_wake(journal)
+            return
+        if not self._ready():
             return
         until = monotonic() + TAKE_IN_S
         while journal is None or not journal.full:
@@ -135,10 +143,13 @@ class Server:
         """Whether messages have come; waits for them or for the journal's thread."""
         pending = self.journal is not None and self.journal.pending and self.journal.idle
         events = dict(self._poller.poll(0 if pending else POLL_MS))
-        if self.journal is not None and self.journal.woken in events:
-            with contextlib.suppress(BlockingIOError):
-                os.read(self.journal.woken, 4096)
+        if self.journal is not None:
+            self._drain_wake(self.journal)
         return self._socket in events
+
+    def _drain_wake(self, journal: Journal) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(journal.woken, 4096)
 
     def receive(self, peer: str, frames: Sequence[bytes]) -> None:
         """Acts on one message from a peer; answers go out when it is durable."""
@@ -151,16 +162,24 @@ class Server:
             request = message.request if isinstance(message, m.Request) else 0
             question = self.core.is_question(peer, message)
             sends = self.core.receive(peer, message, frames[1:])
-        except (ProtocolError, VersionError) as error:
-            self.core.store.refused_messages += 1
+        except ProtocolError as error:
+            self._refused += 1
             self._deliver([Send(peer, m.Rejected(str(error), request))])
             return
+        if isinstance(message, m.Status):
+            sends = [self._counted(send) for send in sends]
         if isinstance(message, m.Hello):
             sends.append(Send(peer, m.Welcome(self._boot)))
         self._note(peer, frames, sends, question=question)
         if isinstance(message, m.Checkpointed) and self.journal is not None:
             # What was brought back from an old file must be in a new one first.
             self._cuts.append((self.journal.handed + 1, self.core.offering.oldest_needed()))
+
+    def _counted(self, send: Send) -> Send:
+        """With the messages that this server has refused, which the core never saw."""
+        assert isinstance(send.message, m.StatusReply)
+        stats = msgspec.structs.replace(send.message.stats, refused_messages=self._refused)
+        return send._replace(message=msgspec.structs.replace(send.message, stats=stats))
 
     def _own(self, message: m.Inbound, frames: Sequence[memoryview] = ()) -> None:
         """An event that the server itself causes."""
@@ -179,9 +198,14 @@ class Server:
 
     def _watch(self, now: float) -> None:
         """Workers that are silent, and groups that hold a batch up, for too long."""
-        if now - self._watched < WATCH_S:
+        since, self._watched = now - self._watched, now if now - self._watched >= WATCH_S else self._watched
+        if since < WATCH_S:
             return
-        self._watched = now
+        if since > 4 * WATCH_S:
+            # This process stood still (a long snapshot, SIGSTOP): what others have said meanwhile is still to be read.
+            for worker in self.core.issuing.workers:
+                self._workers.seen(worker, now)
+            return
         for worker in self._workers.over(list(self.core.issuing.workers), now):
             print(f"{worker} has been silent for too long; its trajectories go to others", file=sys.stderr, flush=True)
             self._own(m.Lost(str(worker)))
@@ -199,13 +223,21 @@ class Server:
         self._deliver(self._outbox.release(journal.durable))
         while self._cuts and self._cuts[0][0] <= journal.durable:
             journal.cut(self._cuts.popleft()[1])
-        if journal.long and not journal.pending:
-            journal.begin(self.core)
-            journal.cut(self.core.offering.oldest_needed())
+        if journal.long:
+            self._begin_file(journal)
         if journal.pending:
             journal.flush()
             if self._strict:
                 journal.wait()
+
+    def _begin_file(self, journal: Journal) -> None:
+        """The old file gets all that has come, since the new one begins with what it has led to."""
+        if journal.pending:
+            journal.flush()
+            journal.wait()
+        journal.begin(self.core)
+        journal.cut(self.core.offering.oldest_needed())
+        self._deliver(self._outbox.release(journal.durable))
 
     def _deliver(self, sends: Sequence[Send]) -> None:
         for to, message, frames in sends:
@@ -265,7 +297,4 @@ def serve(settings: Settings, config: BufferConfig, folder: Path) -> None:
     partial.write_text(server.endpoint)
     partial.rename(endpoint_file)
     print(f"buffer listens on {server.endpoint}", file=sys.stderr, flush=True)
-    try:
-        server.run()
-    except JournalError as error:
-        raise JournalError(f"{error}. Nothing acknowledged is lost; free the disk and resume the run") from error
+    server.run()

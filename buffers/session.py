@@ -24,10 +24,10 @@ SETTLE_S = 0.2
 
 @dataclass
 class _Said:
-    """A message that is not acknowledged; `ends` are the tickets that its acknowledgement ends."""
+    """A message that is not acknowledged; `ends`: the (ticket, attempt) that its acknowledgement ends."""
 
     frames: Frames
-    ends: list[int]
+    ends: list[tuple[int, int]]
 
 
 class WorkerSession:
@@ -66,10 +66,10 @@ class WorkerSession:
 
     def outcomes(self, outcomes: list[m.Outcome], *, busy_s: float = 0.0, overhead_s: float = 0.0) -> Frames:
         self._seq += 1
-        ends = [outcome.ticket for outcome in outcomes if outcome.status != "generated"]
+        ends = [(outcome.ticket, outcome.attempt) for outcome in outcomes if outcome.status != "generated"]
         return self._say([m.encode(m.Outcomes(self._seq, outcomes, busy_s, overhead_s))], ends)
 
-    def _say(self, frames: Frames, ends: list[int]) -> Frames:
+    def _say(self, frames: Frames, ends: list[tuple[int, int]]) -> Frames:
         self._said[self._seq] = _Said(frames, ends)
         return frames
 
@@ -105,8 +105,8 @@ class WorkerSession:
             recently = now - self._again_at < SETTLE_S
             return news, [] if recently else self._again(now)
         said = self._said.pop(ack.seq, None)
-        for ticket in said.ends if said else []:
-            self.held.pop(ticket, None)
+        for ticket, attempt in said.ends if said else []:
+            self._drop(ticket, attempt)
         # Acknowledgements come in the order of messages: an earlier one that has none was lost.
         missed = any(seq < ack.seq for seq in self._said)
         return news, self._again(now) if missed and now - self._again_at >= SETTLE_S else []

@@ -24,6 +24,7 @@ from buffers.store import Tally
 from staleness.versions import Lineage
 
 FORMAT = 1
+"""Grows with every change of what is stored or of what the core decides: a replay decides again."""
 
 
 class TrajectoryRecord(Struct, frozen=True, array_like=True):
@@ -83,7 +84,6 @@ class Snapshot(Struct, frozen=True, tag="Snapshot", tag_field="type"):
     suspended: bool
     counts: dict[str, int]
     tally: dict[str, Any]
-    refused_messages: int
     usage: dict[str, tuple[float, float]]
     feeder: str | None
     serial: int
@@ -131,7 +131,6 @@ def pieces(core: Core) -> tuple[Snapshot, list[list[memoryview]]]:
         suspended=store.suspended,
         counts={str(state): count for state, count in store.counts.items()},
         tally=asdict(store.tally),
-        refused_messages=store.refused_messages,
         usage=store.usage,
         feeder=store.feeder,
         serial=store.pool.serial,
@@ -206,7 +205,6 @@ def restore(snapshot: Snapshot, frames: Sequence[bytes | memoryview], settings: 
     store.suspended = snapshot.suspended
     store.counts.update({state: snapshot.counts[state] for state in store.counts})
     store.tally = Tally(**snapshot.tally)
-    store.refused_messages = snapshot.refused_messages
     store.usage = dict(snapshot.usage)
     store.feeder = snapshot.feeder
     groups = {g.serial: Group(g.serial, g.index, g.prompt, g.issued_at) for g in snapshot.groups}

@@ -24,6 +24,11 @@ class Send(NamedTuple):
 SELF = ""
 
 
+def is_called(peer: str, name: str) -> bool:
+    """Identities are `name#process.session`; `name` may be all of it, `name#process`, or the name alone."""
+    return peer == name or peer.startswith((f"{name}#", f"{name}."))
+
+
 @dataclass
 class Tally:
     """Counters; see `messages.Stats` for what they count."""
@@ -61,7 +66,6 @@ class Store:
         self.groups: dict[int, Group] = {}
         self.counts: dict[State, int] = dict.fromkeys(STATES, 0)
         self.tally = Tally()
-        self.refused_messages = 0
         self.usage: dict[str, tuple[float, float]] = {}
         self.feeder: str | None = None
         self.out: list[Send] = []
@@ -122,7 +126,6 @@ class Store:
             multi_version=tally.multi_version,
             span_mismatches=tally.span_mismatches,
             refused_chunks=tally.refused_chunks,
-            refused_messages=self.refused_messages,
             failed_groups=tally.failed_groups,
             late_groups=tally.late_groups,
             lost_workers=tally.lost_workers,

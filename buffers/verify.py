@@ -110,8 +110,6 @@ class _Reading:
         if end is None:
             self._notes.append(f"its beginning was not compared with the end of {last}: that is not known")
             return
-        # Refused messages are counted and not journalled.
-        end.store.refused_messages = core.store.refused_messages
         if end.settings != core.settings:
             end = snapshot.restore(*snapshot.take(end), core.settings)
         if snapshot.digest(end) != snapshot.digest(core):

@@ -138,6 +138,11 @@ def check(config: Config, resumed: Path | None) -> None:
             f"{sources.fingerprint(train)}",
             "Resume with the data and data settings of the run, or start a new run",
         )  # fmt: skip
+    if config.buffer.durability == "none" and (resumed / "journal").exists():
+        raise ConfigError(
+            "buffer.durability", "none", f"{resumed / 'journal'} holds what was in flight, and would be forgotten",
+            "Resume with batch or strict, or remove that folder to go on from the checkpoint alone",
+        )  # fmt: skip
     if found[1].step >= config.steps:
         raise ConfigError(
             "steps", config.steps, f"the run to resume has reached step {found[1].step}", "Ask for more with --steps"

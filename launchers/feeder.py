@@ -7,7 +7,7 @@ from buffers import messages as m
 from buffers.client import Client
 from launchers.errors import RunFailed
 
-BATCH = 64
+BATCH = 16
 """Prompts per message."""
 
 

@@ -31,7 +31,7 @@ from buffers.errors import BufferFailure
 from launchers import devices, folders
 from launchers.errors import ComponentDied, Interrupted, LaunchError, RunFailed, StartTimeout
 from launchers.feeder import Feeder
-from launchers.supervisor import Supervisor
+from launchers.supervisor import RESTARTED, Supervisor
 
 TURN_S = 0.1
 LAST_WORD_S = 30.0
@@ -64,7 +64,9 @@ class _Run:
     def __init__(self, config: Config, folder: Path) -> None:
         self.config = config
         self.folder = folder
-        self.supervisor = Supervisor(folder, config.launch.max_restarts)
+        # A buffer without a journal has nothing to go on from.
+        restarted = ("worker",) if config.buffer.durability == "none" else RESTARTED
+        self.supervisor = Supervisor(folder, config.launch.max_restarts, restarted)
         self.metrics = MetricsReader(folder)
         self.earlier_steps = len(list(self.metrics.new()))
         self.feeder: Feeder | None = None
@@ -73,6 +75,7 @@ class _Run:
         self._limit = 0.0
         self._moved = (0, 0, 0, -1)
         self._moved_at = time.monotonic()
+        self._tokens_before: int | None = None
         self._ticked = 0.0
 
     def live(self, display: Display, tracker: MlflowLog | None) -> tuple[summary.Status, str]:
@@ -97,9 +100,10 @@ class _Run:
         assert self.feeder is not None
         while not self.supervisor.done("learner"):
             self.feeder.turn(TURN_S)
-            for name in self.supervisor.check():
-                display.line(f"{name} was killed and is started again")
-                self.feeder.lost(name)
+            for died in self.supervisor.check():
+                display.line(f"{died.name} was killed and is started again")
+                if died.role == "worker":
+                    self.feeder.lost(f"{died.name}#{died.process.pid}")
             self._heed_interrupt(display)
             for record in self.metrics.new():
                 _show(record, display, tracker)
@@ -161,9 +165,12 @@ class _Run:
         moved = (stats.tokens, stats.trained, stats.failed, stats.version)
         if moved != self._moved:
             self._moved, self._moved_at = moved, now
-        if stats.tokens == 0 and now > deadline:
+        if self._tokens_before is None and stats.limit:
+            self._tokens_before = stats.tokens  # of the lives before this one
+        generated = stats.tokens - (self._tokens_before or 0)
+        if generated == 0 and now > deadline:
             raise RunFailed(f"no token was generated within launch.startup_s = {launch.startup_s:g} s")
-        if stats.tokens and now - self._moved_at > launch.stall_s:
+        if generated and now - self._moved_at > launch.stall_s:
             raise RunFailed(
                 f"no token was generated and no batch was trained for launch.stall_s = {launch.stall_s:g} s: "
                 f"a process hangs; logs are in {self.folder / 'logs'}"

@@ -43,8 +43,9 @@ class Supervisor:
     A buffer or worker that a signal has killed is started again, each at most `max_restarts` times.
     """
 
-    def __init__(self, folder: Path, max_restarts: int = 0) -> None:
+    def __init__(self, folder: Path, max_restarts: int = 0, restarted: tuple[str, ...] = RESTARTED) -> None:
         self.folder = folder
+        self._restarted = restarted
         self._max_restarts = max_restarts
         self._restarts: Counter[str] = Counter()
         self.children: list[Child] = []
@@ -72,17 +73,17 @@ class Supervisor:
         self.children.append(child)
         return child
 
-    def check(self) -> list[str]:
-        """Starts again what can be and returns the names. Raises `ComponentDied` if another process has ended with an
-        error, or at all where it should not."""
-        again: list[str] = []
+    def check(self) -> list[Child]:
+        """Starts again what can be and returns what had died. Raises `ComponentDied` if another process has ended with
+        an error, or at all where it should not."""
+        again: list[Child] = []
         for child in list(self.children):
             code = child.process.poll()
             if code is None or (code == 0 and child.role not in RESTARTED):
                 continue
-            if code < 0 and child.role in RESTARTED and self._restarts[child.name] < self._max_restarts:
+            if code < 0 and child.role in self._restarted and self._restarts[child.name] < self._max_restarts:
                 self._restart(child)
-                again.append(child.name)
+                again.append(child)
                 continue
             raise ComponentDied(f"{child.name} {how_it_ended(code)}{self._first_error(child)}")
         return again

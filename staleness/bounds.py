@@ -1,6 +1,6 @@
 """The hard bound: who may start, and which tokens may be trained on.
 
-Admission (one rule): a group of n starts only if `running + ready + leased + n <= (max_staleness + 1) * B + slack`.
+Admission (one rule): a group of n starts only if `in flight + n <= (max_staleness + 1) * B + slack`.
 Check at `take` (never skipped): a sampled token older than `max_staleness` is not trained on.
 """
 
@@ -13,7 +13,7 @@ OnStale = Literal["mask", "drop", "pace"]
 
 
 def capacity(*, max_staleness: int, batch: int, slack: int) -> int:
-    """Most trajectories that may be running, ready or leased at once. All in trajectories, `batch` per step."""
+    """Most trajectories that may be in flight at once. All in trajectories, `batch` per step."""
     return (max_staleness + 1) * batch + slack
 
 

@@ -33,6 +33,7 @@ class StalenessConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_staleness: Annotated[int, Meta(ge=0, le=1_000_000)] = 2
     """Largest age, in learner steps, of a token that is trained on. Hard. 0 is synchronous training."""
     on_stale: OnStale = "mask"
-    """Trajectory with tokens over the bound: `mask` those tokens, or `drop` the whole trajectory."""
+    """Trajectory with tokens over the bound: `mask` those tokens, or `drop` the whole trajectory. `pace`: batches wait
+    for old groups, so that there are none."""
     correction: CorrectionConfig = CorrectionConfig()
     """Importance correction."""

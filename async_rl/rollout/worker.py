@@ -65,7 +65,6 @@ class Worker:
         self.applied = asyncio.Condition()
         self.version: int | None = None
         self.news: asyncio.Queue[m.News] = asyncio.Queue()
-        self.flushing = asyncio.Lock()
 
     async def main(self) -> None:
         """Runs until cancelled; the first task that fails ends the worker with its error."""
@@ -83,6 +82,7 @@ class Worker:
             match await self.client.receive():
                 case m.Tickets(tickets):
                     for ticket in tickets:
+                        self._cancel(ticket.id)  # an attempt that was given up for dead
                         self.trajectories[ticket.id] = tasks.create_task(self._trajectory(ticket))
                 case m.Cancel(cancelled):
                     for held in cancelled:
@@ -116,7 +116,7 @@ class Worker:
                 continue
             if self.version is None:
                 await self._rehearse()
-            if news.changed:
+            if news.changed or self.version is None:
                 await self._pull()
             if self.version is None or self.version < news.version:
                 # The steps since the last publication changed nothing: it is what the newest version is.
@@ -125,12 +125,16 @@ class Worker:
             await self._flush()
 
     async def _newest(self) -> m.News:
-        """The next news, or what all that have piled up come to."""
-        news = await self.news.get()
-        while not self.news.empty():
-            newer = self.news.get_nowait()
-            news = m.News(newer.version, news.changed or newer.changed)
-        return news
+        """What all news that have piled up come to. Between versions that do not follow each other the weights may have
+        changed, though nobody said so here."""
+        last, changed = self.version, False
+        while True:
+            news = await self.news.get()
+            if last is None or news.version > last:
+                changed |= news.changed or news.version - 1 != last
+                last = news.version
+            if self.news.empty() and last is not None:
+                return m.News(last, changed)
 
     async def _rehearse(self) -> None:
         error = await self.receiver.rehearse()
@@ -219,11 +223,7 @@ class Worker:
         await self.client.outcomes([outcome], busy_s=self.busy.seconds, overhead_s=spent)
 
     async def _flush(self) -> None:
-        async with self.flushing:
-            with self.overhead:
-                chunks = self.streamer.flush()
-            if chunks is not None:
-                await self.client.append(chunks)
+        await self.client.flush(self.streamer.flush)
 
     async def close(self) -> None:
         self.rewards.close()

@@ -50,6 +50,11 @@ class Summary(Struct, frozen=True):
     lost_workers: int
     reissued: int
     kept_tokens: int
+    discarded_tokens: int
+    failed_groups: int
+    late_groups: int
+    expired_lengths: list[int]
+    """Expired trajectories by length: entry i counts those of 2 ** (i - 1) to 2 ** i - 1 tokens."""
     last_failure: str
     tickets: Tickets
 
@@ -98,6 +103,10 @@ def summarise(
         lost_workers=stats.lost_workers,
         reissued=stats.reissued,
         kept_tokens=stats.kept_tokens,
+        discarded_tokens=stats.discarded_tokens,
+        failed_groups=stats.failed_groups,
+        late_groups=stats.late_groups,
+        expired_lengths=stats.expired_lengths,
         last_failure=stats.last_error,
         tickets=Tickets(stats.issued, stats.trained, stats.expired, stats.failed, stats.cancelled, stats.in_flight),
     )
@@ -142,6 +151,11 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
                 f"{summary.kept_tokens} tokens",
             )
         )
+    if tickets.expired:
+        lengths = ", ".join(f"{count} below {2**i} tokens" for i, count in enumerate(summary.expired_lengths) if count)
+        unusual.append(("expired by length", lengths))
+    if summary.failed_groups or summary.late_groups:
+        unusual.append(("groups dropped", f"{summary.failed_groups} failed, {summary.late_groups} late"))
     if tickets.failed:
         unusual.append(("last failed trajectory", (summary.last_failure.strip().splitlines() or ["-"])[-1][:200]))
     return [

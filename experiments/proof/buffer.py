@@ -42,12 +42,12 @@ def ingest(_: argparse.Namespace) -> Result:
     found = measured("-m", "launchers.cli", "bench", "buffer")
     bars = {
         "8 million tokens/s": found["ingest_tokens_per_s"] >= 8e6,
-        "5 times a Ray actor": found["ratio_ray_actor"] >= 5,
-        "500 times ray.util.queue": found["ratio_ray_queue"] >= 500,
-        "15 times TransferQueue": found["ratio_transfer_queue"] >= 15,
+        "5 times a Ray actor": (found["ratio_ray_actor"] or 0) >= 5,
+        "500 times ray.util.queue": (found["ratio_ray_queue"] or 0) >= 500,
+        "15 times TransferQueue": (found["ratio_transfer_queue"] or 0) >= 15,
         "acknowledged within 50 ms at half load (p99)": found["ack_p99_ms"] < 50,
         "512 trajectories of 2,000 tokens within 60 ms": found["take_ms"] < 60,
-        "10,000 trajectories simulated faster than real time": found["sim_realtime_factor"] > 1,
+        "10,000 trajectories simulated faster than real time": (found["sim_realtime_factor"] or 0) > 1,
     }
     return {"bars": bars, "bench": found}
 

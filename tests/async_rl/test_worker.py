@@ -240,3 +240,29 @@ def test_a_cancelled_trajectory_ends_its_request(long_server: Server, tiny_model
     assert len(engine.requests) == 4
     assert engine.abandoned == [request.id for request in engine.requests[:2]]
     assert [request.id.split(".")[1] for request in engine.requests] == ["1", "1", "2", "2"]
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ([m.News(5, False)], m.News(5, False)),
+        ([m.News(6, False)], m.News(6, True)),  # of 5 nothing was heard: its weights may be others
+        ([m.News(5, False), m.News(6, False)], m.News(6, False)),
+        ([m.News(5, True), m.News(6, False)], m.News(6, True)),
+        ([m.News(3, True), m.News(5, False)], m.News(5, False)),  # 3 is old news
+        ([m.News(1 << 32, False)], m.News(1 << 32, True)),
+    ],
+)
+def test_news_that_was_missed_may_have_changed_the_weights(
+    said: list[m.News], expected: m.News, server: Server, tiny_model: Path, tmp_path: Path
+) -> None:
+    async def newest() -> m.News:
+        worker = run_worker(server, tiny_model, tmp_path, QuickEngine(), {"rollout": {"dtype": "float32"}})
+        worker.version = 4
+        for news in said:
+            worker.news.put_nowait(news)
+        found = await worker._newest()
+        await worker.close()
+        return found
+
+    assert asyncio.run(newest()) == expected

@@ -57,8 +57,8 @@ async def work(endpoint: str, trajectories: int = 4) -> None:
         tickets += message.tickets if isinstance(message, m.Tickets) else []
     reader = asyncio.create_task(worker.receive())
     for ticket in tickets:
-        await worker.append(chunks([(ticket.id, 0, 0, [1, 2])]))
-        await worker.append(chunks([(ticket.id, 2, 0, [3])]))
+        await worker.flush(lambda ticket=ticket: chunks([(ticket.id, 0, 0, [1, 2])]))
+        await worker.flush(lambda ticket=ticket: chunks([(ticket.id, 2, 0, [3])]))
         await worker.outcomes([m.Outcome(ticket.id, 1, 3, "finished", "stop", 0.5)])
     async with asyncio.timeout(10):
         while worker.unacknowledged:  # noqa: ASYNC110 - the session counts, it does not signal
@@ -144,3 +144,19 @@ def test_a_server_that_is_started_again_knows_everything(tmp_path: Path) -> None
         third.core.check()
     feeder.close()
     learner.close()
+
+
+def test_files_begin_anew_under_a_load_that_never_pauses(tmp_path: Path) -> None:
+    """Something is always waiting for the disk: the next file begins all the same."""
+    journal, core, _ = Journal.open(tmp_path / "journal", SETTINGS, 1 << 14)
+    server = Server(core, journal, BufferConfig())
+    server.receive("feeder", [m.encode(m.Hello("feeder"))])
+    body = [m.encode(m.Submit(9, [prompt(0, tokens=500)]))]
+    for _ in range(300):
+        server.receive("feeder", body)
+        server.receive("feeder", body)
+        journal.wait()
+        assert journal.pending
+        server._make_durable()
+    server.close()
+    assert max(int(path.stem) for path in (tmp_path / "journal").iterdir()) > 10

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections import deque
 
+import msgspec
 import pytest
 
 from buffers import messages as m
@@ -329,3 +330,17 @@ def test_ten_thousand_numbered_messages_arrive_once_each(
         assert pool.tokens[row, : pool.length[row]].tolist() == list(range(LENGTH))
     assert stats.tokens == trajectories * LENGTH
     assert (net.boots > 3) == (crashes > 0)
+
+
+def test_the_end_of_an_old_attempt_does_not_end_the_new_one() -> None:
+    """A worker that was falsely counted as dead: its outcome of attempt 1 is fenced while it has attempt 2."""
+    session = WorkerSession(4)
+    ticket = m.Ticket(7, 1, 0, (0, 0), [1], b"{}", 0, 8)
+    session.received(m.Tickets([ticket]), 0.0)
+    session.outcomes([m.Outcome(7, 1, 0, "finished", "stop", 1.0)])
+    session.received(m.Cancel([m.Held(7, 1)]), 0.0)
+    news, _ = session.received(m.Tickets([msgspec.structs.replace(ticket, attempt=2)]), 0.0)
+    assert [item.tickets[0].attempt for item in news if isinstance(item, m.Tickets)] == [2]
+    session.received(m.Ack(1, [m.Refusal(7, 1, "fenced", 0)]), 0.0)
+    assert session.held == {7: 2}
+    assert session.received(m.Tickets([msgspec.structs.replace(ticket, attempt=2)]), 0.0) == ([], [])

@@ -346,7 +346,6 @@ def three_files(run: Recorded) -> None:
 
 
 def test_a_journal_that_is_as_it_should_be(run: Recorded, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run.core.store.refused_messages += 3  # counted, and not journalled
     three_files(run)
     report = verify.verify(folder)
     assert report.damage == []

@@ -5,6 +5,5 @@
 `parts`     server, workers, feeder and learner: the real protocol, time simulated
 `world`     one run from a seed: faults, and the invariants checked after every event
 `mutations` deliberate bugs that the simulation must find
-`scale`     1,000 workers and 10,000 trajectories, against the clock
 `replay`    `python -m tests.simulation.replay SEED`, and many seeds at once
 """

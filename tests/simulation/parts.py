@@ -163,7 +163,6 @@ class SimServer:
         self.disk.crash(written=self.world.random.random() < 0.5)
         self.boots += 1
         recovered = self.disk.recover()
-        recovered.store.refused_messages = self.core.store.refused_messages
         if settled and digest(recovered) != before:
             raise Broken("the recovered core is not the one that crashed")
         self.core = recovered

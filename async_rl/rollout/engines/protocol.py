@@ -46,7 +46,8 @@ class Engine(Protocol):
     async def start(self) -> None: ...
 
     def generate(self, request: Request) -> AsyncIterator[Delta]:
-        """Raises `RequestRefused` for a request that can never succeed; any other error is the engine's own."""
+        """Raises `RequestRefused` for a request that can never succeed; any other error is the engine's own. To close
+        the iterator ends the request."""
         ...
 
     async def update(self, manifest: Manifest) -> float:

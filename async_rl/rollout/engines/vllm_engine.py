@@ -180,6 +180,6 @@ def _delta(output: CompletionOutput, labels: deque[int]) -> Delta:
     if output.finish_reason is None:
         return Delta(tokens, logprobs, versions)
     if output.finish_reason not in ("stop", "length"):
-        raise EngineError(f"a request ended with {output.finish_reason!r}, though none is ever aborted")
+        raise EngineError(f"a request ended with {output.finish_reason!r}, though nobody cancelled it")
     spans = [(int(span.version), span.start, span.end) for span in output.weight_versions or []]
     return Delta(tokens, logprobs, versions, output.finish_reason, spans)

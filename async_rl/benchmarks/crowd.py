@@ -1,6 +1,6 @@
 """1,000 workers and 10,000 trajectories on the real core and the real sessions, against the clock.
 
-`python -m tests.simulation.scale` prints simulated seconds per second of one processor core.
+`python -m async_rl.benchmarks.crowd` prints simulated seconds per second of one processor core.
 """
 
 from __future__ import annotations
