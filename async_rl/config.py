@@ -182,8 +182,8 @@ class LaunchConfig(Struct, frozen=True, forbid_unknown_fields=True):
     startup_s: PositiveFloat = 600.0
     """Longest time for everything to be ready."""
     max_restarts: Annotated[int, Meta(ge=0)] = 3
-    """Times that the buffer, or one rollout worker, is started again after a signal has killed it; then the run fails.
-    An error of its own fails the run at once."""
+    """Times that the buffer, or one rollout worker, is started again after a signal has killed it, without a step
+    trained in between; then the run fails. An error of its own fails the run at once."""
     stall_s: PositiveFloat = 600.0
     """Longest time in which neither a token is generated nor a batch trained, before the run fails."""
     shutdown_s: PositiveFloat = 30.0

@@ -57,7 +57,7 @@ class BufferConfig(Struct, frozen=True, forbid_unknown_fields=True):
     durability: Durability = "batch"
     """`batch`: everything acknowledged is on disk, synced in groups. `strict`: synced message by message. `none`: no
     journal; what the buffer holds is lost with its process."""
-    segment_mib: Annotated[int, Meta(ge=1)] = 512
+    segment_mib: Annotated[int, Meta(ge=1)] = 1024
     """Size of a journal file, beyond twice what is live, at which the next one begins. MiB."""
     groups: GroupConfig = GroupConfig()
     """Groups and their failed members."""
@@ -69,8 +69,9 @@ class BufferConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Workers that may die over a ticket, and tickets issued for one place in a group, before it counts as failed."""
     max_consecutive_failed_groups: Annotated[int, Meta(ge=1)] = 8
     """The run ends after this many groups in a row of which none could be trained on."""
-    worker_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
-    """A worker that says nothing for so long (it has a heartbeat) counts as dead; its trajectories go to others."""
+    worker_timeout_s: Annotated[float, Meta(ge=10)] = 60.0
+    """A worker that says nothing for so long (its heartbeat is five seconds) counts as dead; its trajectories go to
+    others."""
     pace_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
     """Under `staleness.on_stale: pace`, longest wait for a late group before it is dropped and counted."""
     max_frame_bytes: Annotated[int, Meta(ge=1 << 16)] = 1 << 26

@@ -237,10 +237,11 @@ class Refusal(Struct, frozen=True):
 
 
 class Ack(Message, frozen=True):
-    """To a worker: message `seq` is stored, but for what is refused."""
+    """To a worker: message `seq` is stored, but for what is refused; so are the messages `before`, entirely."""
 
     seq: int
     refused: list[Refusal] = []
+    before: list[int] = []
 
 
 class Credit(Message, frozen=True):

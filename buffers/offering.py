@@ -311,7 +311,8 @@ class Offering:
             groups.setdefault(trajectory.group, []).append(trajectory)
         chosen: list[Trajectory] = []
         for members in groups.values():
-            if len(chosen) + len(members) > room:
+            # A run resumed with a smaller limit may have groups that are larger than it: one at a time.
+            if len(chosen) + len(members) > room and (chosen or self.store.trajectories):
                 break
             chosen += members
         return chosen

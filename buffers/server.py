@@ -25,10 +25,11 @@ from buffers import keys
 from buffers import messages as m
 from buffers.config import BufferConfig
 from buffers.core import Core
-from buffers.errors import BufferGone, ProtocolError
+from buffers.errors import BufferGone, JournalError, ProtocolError
 from buffers.journal import Journal, Outbox
 from buffers.liveness import Deadline
 from buffers.records import Settings
+from buffers.segments import Findings
 from buffers.store import SELF, Send
 
 POLL_MS = 100
@@ -272,6 +273,13 @@ def _bind(socket: zmq.Socket[bytes], address: str) -> None:
             sleep(0.05)
 
 
+def _open(folder: Path, settings: Settings, config: BufferConfig) -> tuple[Journal, Core, Findings | None]:
+    try:
+        return Journal.open(folder, settings, config.segment_mib << 20)
+    except PermissionError as error:
+        raise JournalError(f"the journal in {folder} cannot be opened: {error}. Make the folder writable") from error
+
+
 def serve(settings: Settings, config: BufferConfig, folder: Path) -> None:
     """Runs until SIGTERM on the journal in `folder/journal`.
 
@@ -285,7 +293,7 @@ def serve(settings: Settings, config: BufferConfig, folder: Path) -> None:
         config = msgspec.structs.replace(config, security=security)
     journal, core, findings = None, Core(settings), None
     if config.durability != "none":
-        journal, core, findings = Journal.open(folder / "journal", settings, config.segment_mib << 20)
+        journal, core, findings = _open(folder / "journal", settings, config)
         if findings is not None:
             print(f"journal: {findings}; {core.stats().in_flight} trajectories in flight", file=sys.stderr, flush=True)
     server = Server(core, journal, config)

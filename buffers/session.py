@@ -104,9 +104,10 @@ class WorkerSession:
             # One lost message makes gaps of all that follow: they are repeated once, not once for each.
             recently = now - self._again_at < SETTLE_S
             return news, [] if recently else self._again(now)
-        said = self._said.pop(ack.seq, None)
-        for ticket, attempt in said.ends if said else []:
-            self._drop(ticket, attempt)
+        for seq in (*ack.before, ack.seq):
+            said = self._said.pop(seq, None)
+            for ticket, attempt in said.ends if said else []:
+                self._drop(ticket, attempt)
         # Acknowledgements come in the order of messages: an earlier one that has none was lost.
         missed = any(seq < ack.seq for seq in self._said)
         return news, self._again(now) if missed and now - self._again_at >= SETTLE_S else []

@@ -198,7 +198,9 @@ def restore(snapshot: Snapshot, frames: Sequence[bytes | memoryview], settings: 
     store, issuing, offering = core.store, core.issuing, core.offering
     rows = [record.ticket & ROW_MASK for record in snapshot.trajectories if record.length >= 0]
     longest = max((record.length for record in snapshot.trajectories), default=0)
-    size, width = max([store.settings.limit, *(row + 1 for row in rows)]), max(store.settings.max_tokens, longest)
+    largest = max((len(group.members) for group in snapshot.groups), default=0)
+    size = max([store.settings.limit, largest, *(row + 1 for row in rows)])
+    width = max(store.settings.max_tokens, longest)
     store.pool = pool = Pool(size, width, snapshot.serial)
     store.lineage = Lineage(tuple(snapshot.forks))
     store.version = snapshot.version

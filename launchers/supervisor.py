@@ -40,7 +40,8 @@ class Child:
 class Supervisor:
     """Starts each process in a group of its own, so that a terminal's Ctrl-C reaches only the supervisor.
 
-    A buffer or worker that a signal has killed is started again, each at most `max_restarts` times.
+    A buffer or worker that a signal has killed is started again, each at most `max_restarts` times between two calls of
+    `progress`.
     """
 
     def __init__(self, folder: Path, max_restarts: int = 0, restarted: tuple[str, ...] = RESTARTED) -> None:
@@ -88,6 +89,10 @@ class Supervisor:
             raise ComponentDied(f"{child.name} {how_it_ended(code)}{self._first_error(child)}")
         return again
 
+    def progress(self) -> None:
+        """The run has come further: what has died so far did not stop it."""
+        self._restarts.clear()
+
     def _restart(self, child: Child) -> None:
         _kill_group(child.process.pid)  # an engine's own processes
         self.children.remove(child)
@@ -132,7 +137,8 @@ class Supervisor:
 
     def _first_error(self, died: Child) -> str:
         """The oldest recorded error of any process, else the end of the dead one's log."""
-        errors = sorted((self.folder / "errors").glob("*.txt"), key=lambda path: path.stat().st_mtime)
+        found = [path for path in (self.folder / "errors").glob("*.txt") if path.stat().st_size]  # empty: a full disk
+        errors = sorted(found, key=lambda path: path.stat().st_mtime)
         if errors:
             return f"; the first error, of {errors[0].stem}:\n{errors[0].read_text().rstrip()}"
         tail = died.log.read_text(errors="replace").splitlines()[-15:]

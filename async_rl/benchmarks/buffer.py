@@ -60,7 +60,7 @@ class Report(Struct, frozen=True):
     ratio_ray_actor: float | None
     ratio_ray_queue: float | None
     ratio_transfer_queue: float | None
-    """Ingest rate over that of the peer, in the way of calling it that is best for the peer."""
+    """Ingest rate over that of the peer, called once at a time; `peers` has what it does with several outstanding."""
     peers: dict[str, peers.Rates | None]
     tokens_acknowledged: int
     tokens_stored: int
@@ -203,12 +203,15 @@ def run(
     for name in peers.NAMES if with_peers else ():
         rates[name] = found = peers.measure(name, seconds)
         if found is not None:
-            _say(f"{name}: {found.best / 1e6:.3f} million tokens/s ({found.blocking / 1e6:.3f} call by call)")
+            _say(
+                f"{name}: {found.blocking / 1e6:.3f} million tokens/s, "
+                f"{found.pipelined / 1e6:.3f} with several calls outstanding"
+            )
     factor = simulated() if simulate else None
 
     def ratio(name: str) -> float | None:
         found = rates[name]
-        return None if found is None else ingest.tokens_per_s / found.best
+        return None if found is None else ingest.tokens_per_s / found.blocking
 
     return Report(
         machine=machine.describe(),

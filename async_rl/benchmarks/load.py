@@ -255,10 +255,11 @@ class Load:
         if isinstance(message, m.Ack):
             if message.refused:
                 raise RuntimeError(f"the buffer refused chunks or outcomes: {message.refused[:3]}")
-            due, tokens = self._sent.pop(message.seq)
-            if tokens:
-                self.acknowledged += tokens
-                self.latencies.append(perf_counter() - due)
+            for seq in (*message.before, message.seq):
+                due, tokens = self._sent.pop(seq)
+                if tokens:
+                    self.acknowledged += tokens
+                    self.latencies.append(perf_counter() - due)
         news, again = self._session.received(message, perf_counter())
         assert not again
         for item in news:

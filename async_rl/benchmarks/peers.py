@@ -2,7 +2,7 @@
 
 Each takes 16-token chunks of 256 trajectories, with their log-probs, from one producer. None keeps anything on disk,
 checks offsets, attempts or budgets, or knows tickets. Each is measured with one call at a time and with several
-outstanding, and the better of the two counts.
+outstanding.
 
     ray_actor        an actor that appends to per-trajectory arrays, called with the columns of 256 chunks
     ray_queue        `ray.util.queue.Queue`, one chunk each; nobody takes them out
@@ -45,10 +45,6 @@ class Rates(Struct, frozen=True):
 
     blocking: float
     pipelined: float
-
-    @property
-    def best(self) -> float:
-        return max(self.blocking, self.pipelined)
 
 
 def measure(name: str, seconds: float) -> Rates | None:

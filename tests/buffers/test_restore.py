@@ -517,3 +517,14 @@ def test_a_learner_of_another_run_is_refused_and_nothing_changes(version: int, f
     with pytest.raises(ProtocolError, match="does not continue"):
         run.core.handle("rank0", m.Published(version, forks))
     assert snapshot.digest(run.core) == before
+
+
+def test_a_group_larger_than_the_limit_of_a_resumed_run_still_comes_back() -> None:
+    run = Run(batch=8, group=8, max_staleness=0)
+    assert len(run.step()) == 8
+    smaller = msgspec.structs.replace(run.core.settings, batch=2, group=2)
+    run.core = snapshot.restore(*snapshot.take(run.core), smaller)
+    run.restore(0)
+    batch = run.take()
+    assert batch is not None
+    assert [member for _, member in run.keys(batch)] == list(range(8))

@@ -119,7 +119,8 @@ class Worker(Peer):
     def _receive(self, message: m.Outbound, now: float) -> None:
         if isinstance(message, m.Ack):
             gaps = {refusal.ticket for refusal in message.refused}
-            for key, end in self._said.get(message.seq, {}).items():
+            ends = [item for seq in (*message.before, message.seq) for item in self._said.get(seq, {}).items()]
+            for key, end in ends:
                 if key[0] not in gaps and end > self.acknowledged.get(key, 0):
                     self.tokens += end - max(end - CHUNK, self.acknowledged.get(key, 0))
                     self.acknowledged[key] = end

@@ -268,7 +268,8 @@ class World:
             self._acknowledged_version = self.server.core.store.version
         if isinstance(message, m.Ack):
             refused = {(refusal.ticket, refusal.attempt) for refusal in message.refused}
-            for key, end in self._chunk_ends.get((peer, message.seq), {}).items():
+            ends = [self._chunk_ends.get((peer, seq), {}) for seq in (*message.before, message.seq)]
+            for key, end in (item for some in ends for item in some.items()):
                 if key not in refused:
                     self.acknowledged[key] = max(end, self.acknowledged.get(key, 0))
 
