@@ -169,12 +169,21 @@ class SimServer:
         self.world.check_recovered()
 
     def restart(self, *, new_life: bool = False) -> None:
-        self._start()
-        self.up = True
-        if self.core.offering.loading:
-            self.own(*self.disk.find(self.core.offering.reload_request().tickets))
+        if not self.up:
+            self._start()
+            self.up = True
+            if self.core.offering.loading:
+                self.own(*self.disk.find(self.core.offering.reload_request().tickets))
         if new_life:
             self.own(m.NewLife())
+            self._wait()  # nobody may connect before
+
+    def _wait(self) -> None:
+        """Until everything is on disk, which takes no time here."""
+        boots = self.boots
+        while self.handed > self.durable or self.disk.group:
+            self._flush()
+            self._synced(boots)
 
 
 # --- worker ------------------------------------------------------------------------------------------------------
