@@ -314,7 +314,9 @@ class Load:
         socket.send_multipart([m.encode(message)])
 
     def _hear_all(self, wait_ms: int) -> None:
-        """Takes in whatever has come."""
+        """Takes in whatever has come; a worker that has nothing to send says that it lives."""
+        for frames in self._session.due(perf_counter()):
+            self._worker.send_multipart(frames)
         for socket, _ in self._poller.poll(wait_ms):
             hear = self._hear[socket]
             while True:
