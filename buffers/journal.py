@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from time import sleep
 
 import msgspec
 
@@ -24,6 +25,8 @@ from buffers.errors import JournalError
 from buffers.records import Settings
 from buffers.segments import GROUP, GROUP_BYTES, MAGIC, MARK, Findings, Segment
 from buffers.store import SELF, Send
+
+FREE_BYTES, FREE_PAUSE_S = 8 << 20, 0.02
 
 
 @dataclass
@@ -174,8 +177,7 @@ class Journal:
             path = self.folder / f"{number:08d}.journal"
             gone = path.rename(path.with_suffix(".gone"))
             del self._first_commit[number]
-            # To free half a gigabyte takes a file system a tenth of a second.
-            thread = threading.Thread(target=gone.unlink, name="journal-cut", daemon=True)
+            thread = threading.Thread(target=_free, args=(gone,), name="journal-cut", daemon=True)
             thread.start()
             self._cutting = [*(cut for cut in self._cutting if cut.is_alive()), thread]
 
@@ -271,6 +273,16 @@ def _write(file: int, data: bytes | memoryview) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(file, view) :]
+
+
+def _free(path: Path) -> None:
+    """Removes a file little by little: to free a gigabyte at once holds up a file system, and with it every sync."""
+    size = path.stat().st_size
+    while size > 0:
+        size = max(0, size - FREE_BYTES)
+        os.truncate(path, size)
+        sleep(FREE_PAUSE_S)
+    path.unlink()
 
 
 def _sync_folder(folder: Path) -> None:

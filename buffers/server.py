@@ -7,6 +7,7 @@ message that cannot be decoded is counted and answered with `Rejected`; it never
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -102,6 +103,9 @@ class Server:
         self._stop = True
 
     def run(self) -> None:
+        # What was imported lives as long as the process; the collector need not look at it, for it stops the loop.
+        gc.collect()
+        gc.freeze()
         try:
             while not self._stop:
                 self._take_in()

@@ -94,6 +94,8 @@ class SimServer:
             return
         if isinstance(message, m.Append):
             self.world.check_fencing(peer, message, frames, known)
+        if isinstance(message, m.Published):
+            self.world.check_restored(peer)
         if isinstance(message, m.Hello):
             sends.append(Send(peer, m.Welcome(str(self.boots))))
         if isinstance(message, m.Checkpointed):
@@ -134,6 +136,7 @@ class SimServer:
             self.disk.begin(self.core)
             self.disk.cut(self.core.offering.oldest_needed())
         self._flush()
+        self.world.at_stake |= bool(self.disk.syncing)
 
     def _deliver(self, sends: list[Send]) -> None:
         for to, message, frames in sends:
@@ -411,9 +414,6 @@ class SimLearner:
             return
         asked, self.waiting = self.waiting, None
         match message:
-            case m.Done() if isinstance(asked, m.Published):
-                self.world.published(self)
-                self._next()
             case m.Done():
                 self._next()
             case m.Batch():

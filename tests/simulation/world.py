@@ -71,6 +71,8 @@ class World:
         self._version = -1
         self._acknowledged_version: int | None = None
         self._armed = False
+        self.at_stake = False
+        """Whether answers have just gone out while later messages are on their way to the disk."""
         self.touched = False
         """Whether the core has seen something since it was last checked."""
         self._progress: object = None
@@ -208,8 +210,9 @@ class World:
         while not (self.learner.done and self.learner.alive and self.learner.waiting is None):
             self.clock.step()
             events += 1
-            if self._armed and self.server.disk.group:
-                self._crash()  # something has been taken in that is on its way to no disk yet
+            if self._armed and (self.at_stake or (self.server.disk.group and self.random.random() < 0.3)):
+                self._crash()
+            self.at_stake = False
             self._check()
             self._check_progress()
         return Result(self.seed, events, self.clock.now, self.crashes, self.server.core.stats())
@@ -288,12 +291,12 @@ class World:
             if length < end:
                 raise Broken(f"ticket {ticket}: {end} tokens were acknowledged, {length} were recovered")
 
-    def published(self, learner: SimLearner) -> None:
-        """The buffer has heard of a learner's first version."""
+    def check_restored(self, peer: str) -> None:
+        """The buffer has just heard of a learner's first version."""
         core = self.server.core
-        if learner is not self.learner:
+        if peer != self.learner.peer:
             return
-        strangers = [lease.holder for lease in core.offering.leases.values() if lease.holder != learner.peer]
+        strangers = [lease.holder for lease in core.offering.leases.values() if lease.holder != peer]
         if strangers:
             raise Broken(f"leases of {strangers} outlive their learners")
         held = {
