@@ -61,9 +61,9 @@ def start(role: str) -> Run:
     return run
 
 
-def client(run: Run, name: str, role: Role) -> Client:
-    """A connection to the run's buffer."""
-    return Client(read_endpoint(run.folder / "buffer.endpoint"), name, role, keys(run.config))
+def client(folder: Path, config: Config, name: str, role: Role) -> Client:
+    """A connection to the buffer of the run in `folder`."""
+    return Client(read_endpoint(folder / "buffer.endpoint"), name, role, keys(config))
 
 
 def keys(config: Config) -> Path | None:

@@ -32,7 +32,7 @@ from buffers import messages as m
 from buffers.errors import ProtocolError
 from buffers.issuing import Issuing
 from buffers.offering import Offering
-from buffers.records import IN_FLIGHT, Group, Settings, Trajectory
+from buffers.records import IN_FLIGHT, Group, Settings, State, Trajectory
 from buffers.store import SELF, Send, Store
 from staleness.versions import Lineage, show, unpack
 
@@ -215,19 +215,14 @@ class Core:
         if decision == "fail":
             self._fail(group)
         if decision == "cut":
-            for trajectory in group.having("running"):
-                self.issuing.cancel(trajectory)
+            self.issuing.cancel_running(group)
         if decision in ("offer", "cut"):
             self.store.tally.failed_in_a_row = 0
             self.offering.refresh(group)
 
     def _fail(self, group: Group) -> None:
-        """Cancels what is running or ready of a group; what is leased goes on."""
-        for trajectory in group.having("running"):
-            self.issuing.cancel(trajectory)
-        for trajectory in group.having("ready"):
-            self.store.move(trajectory, "cancelled")
-        self.offering.refresh(group)
+        """The group is not trained on, and counts towards the end of the run."""
+        self._drop(group, "cancelled")
         tally = self.store.tally
         tally.failed_groups += 1
         tally.failed_in_a_row += 1
@@ -240,10 +235,13 @@ class Core:
         if group is None or serial not in self.offering.late():
             return
         self.store.tally.late_groups += 1
-        for trajectory in group.having("running"):
-            self.issuing.cancel(trajectory)
+        self._drop(group, "expired")
+
+    def _drop(self, group: Group, finished: State) -> None:
+        """Cancels what is running of a group, and ends what has finished as `finished`; what is leased goes on."""
+        self.issuing.cancel_running(group)
         for trajectory in group.having("ready"):
-            self.store.move(trajectory, "expired")
+            self.store.move(trajectory, finished)
         self.offering.refresh(group)
 
     # --- versions ----------------------------------------------------------------------------------------------

@@ -91,12 +91,13 @@ class Issuing:
         elif trajectory in self.waiting:
             self.waiting.remove(trajectory)
 
-    def cancel(self, trajectory: Trajectory) -> None:
-        """Ends a running trajectory that nobody wants any more."""
-        if trajectory.worker is not None:
-            self.store.send(trajectory.worker, m.Cancel([m.Held(trajectory.ticket, trajectory.attempt)]))
-        self.release(trajectory)
-        self.store.move(trajectory, "cancelled")
+    def cancel_running(self, group: Group) -> None:
+        """Ends the running trajectories of a group, which nobody wants any more."""
+        for trajectory in group.having("running"):
+            if trajectory.worker is not None:
+                self.store.send(trajectory.worker, m.Cancel([m.Held(trajectory.ticket, trajectory.attempt)]))
+            self.release(trajectory)
+            self.store.move(trajectory, "cancelled")
 
     def assign(self) -> None:
         """Hands waiting tickets to the workers with most free slots."""

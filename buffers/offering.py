@@ -344,12 +344,11 @@ class Offering:
                 length, spans = found[old]
                 part = slice(starts[old], starts[old] + length)
                 pool.fill(row, tokens[part], logprobs[part], spans)
+                pool.seal(trajectory.ticket)
                 store.move(trajectory, "ready")
             else:
                 store.tally.last_error = f"prompt {trajectory.group.prompt.key} is not in the journal any more"
                 store.move(trajectory, "failed")
-            if trajectory.state == "ready":
-                pool.seal(trajectory.ticket)
         for group in groups:
             self.refresh(group)
 

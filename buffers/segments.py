@@ -15,7 +15,7 @@ from __future__ import annotations
 import mmap
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -179,29 +179,30 @@ def replay(core: Core, entry: Entry) -> int:
 def begin_with_snapshot(file: Segment) -> tuple[Core, Iterator[Entry]]:
     """The core as it was when the file began, and the messages after that."""
     entries = file.entries()
-    first = next(entries, None)
-    if first is None:
-        raise JournalError(f"{file.path} has no whole group; a file is complete before it gets its name")
+    first = _first(file, entries)
     return snapshot.restore(snapshot.decode(first.head), first.frames), entries
 
 
 def first_commit(file: Segment) -> int:
     """Number of commits before the file began."""
-    first = next(Segment(file.path).entries(), None)
+    return snapshot.decode(_first(file, Segment(file.path).entries()).head).commits
+
+
+def _first(file: Segment, entries: Iterator[Entry]) -> Entry:
+    """The snapshot."""
+    first = next(entries, None)
     if first is None:
         raise JournalError(f"{file.path} has no whole group; a file is complete before it gets its name")
-    return snapshot.decode(first.head).commits
+    return first
 
 
-def recover(files: list[Segment], seen: Callable[[Entry], None] | None = None) -> tuple[Core, Findings]:
+def recover(files: list[Segment]) -> tuple[Core, Findings]:
     """The core as the newest file leaves it."""
     findings = Findings(segments=len(files))
     core, entries = begin_with_snapshot(files[-1])
     for entry in entries:
         findings.tokens += replay(core, entry)
         findings.messages += 1
-        if seen is not None:
-            seen(entry)
     findings.torn_bytes = files[-1].size - files[-1].good
     return core, findings
 

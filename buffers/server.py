@@ -203,9 +203,10 @@ class Server:
 
     def _watch(self, now: float) -> None:
         """Workers that are silent, and groups that hold a batch up, for too long."""
-        since, self._watched = now - self._watched, now if now - self._watched >= WATCH_S else self._watched
+        since = now - self._watched
         if since < WATCH_S:
             return
+        self._watched = now
         if since > 4 * WATCH_S:
             # This process stood still (a long snapshot, SIGSTOP): what others have said meanwhile is still to be read.
             for worker in self.core.issuing.workers:

@@ -26,7 +26,7 @@ from async_rl.tracking.metrics import MetricsReader, Record, read, truncate
 from async_rl.tracking.mlflow_log import MlflowLog, uri_of
 from async_rl.weights.manifest import MANIFEST, REHEARSAL
 from buffers import messages as m
-from buffers.client import Client, read_endpoint
+from buffers.client import Client
 from buffers.errors import BufferFailure
 from launchers import devices, folders
 from launchers.errors import ComponentDied, Interrupted, LaunchError, RunFailed, StartTimeout
@@ -159,9 +159,7 @@ class _Run:
     def _feed(self) -> None:
         prompts = Prompts.read(self.folder / "prompts.npz")
         found = state.latest(self.folder / "checkpoints")
-        self.client = Client(
-            read_endpoint(self.folder / "buffer.endpoint"), "feeder", "feeder", process.keys(self.config)
-        )
+        self.client = process.client(self.folder, self.config, "feeder", "feeder")
         self.feeder = Feeder(
             self.client,
             prompts,

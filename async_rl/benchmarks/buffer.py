@@ -28,9 +28,10 @@ import psutil
 from msgspec import Struct
 
 from async_rl.benchmarks import machine, peers
+from async_rl.benchmarks.crowd import realtime_factor
 from async_rl.benchmarks.load import Load, Shape
 from async_rl.benchmarks.machine import Machine
-from async_rl.benchmarks.server import Serving, serving
+from async_rl.benchmarks.server import ServerProcess, serving
 
 WINDOW = 128
 """Messages that the worker sends ahead of acknowledgements."""
@@ -80,7 +81,7 @@ class Bench:
     stored: int = 0
 
     @contextmanager
-    def _loaded(self, *, trains: bool = True) -> Iterator[tuple[Serving, Load]]:
+    def _loaded(self, *, trains: bool = True) -> Iterator[tuple[ServerProcess, Load]]:
         """A server and its load; at the end both must have counted the same."""
         with serving(self.shape.settings) as server:
             load = Load(server.endpoint, self.shape, window=WINDOW, trains=trains)
@@ -170,15 +171,6 @@ def _own_s() -> float:
     return times.user + times.system
 
 
-def simulated() -> float | None:
-    """How much faster than real time the simulator runs its large scenario; None where the tests are not at hand."""
-    try:
-        from async_rl.benchmarks.crowd import realtime_factor
-    except ImportError:
-        return None
-    return float(realtime_factor())
-
-
 def run(
     *,
     seconds: float,
@@ -207,7 +199,7 @@ def run(
                 f"{name}: {found.blocking / 1e6:.3f} million tokens/s, "
                 f"{found.pipelined / 1e6:.3f} with several calls outstanding"
             )
-    factor = simulated() if simulate else None
+    factor = realtime_factor() if simulate else None
 
     def ratio(name: str) -> float | None:
         found = rates[name]

@@ -1,15 +1,13 @@
-"""The buffer in a process of its own, as in a run: `python -m async_rl.benchmarks.server FOLDER SETTINGS`."""
+"""The buffer in a process of its own, as in a run; `ServerProcess` starts, watches and kills it."""
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -17,6 +15,7 @@ import msgspec
 import psutil
 
 from async_rl.process import die_with_parent
+from buffers.client import read_endpoint
 from buffers.config import BufferConfig
 from buffers.records import Settings
 from buffers.server import serve
@@ -26,51 +25,80 @@ STOP_S = 10.0
 IN_MEMORY = ("tmpfs", "ramfs")
 
 
-@dataclass(frozen=True)
-class Serving:
-    """A running buffer process and what the kernel knows of it."""
+class ServerProcess:
+    """A buffer and what the kernel knows of it. `kill` is `kill -9`; `start` after it is what the supervisor does.
 
-    endpoint: str
-    process: psutil.Process
+    What it prints goes to `server.log` in its folder, beside the journal.
+    """
+
+    def __init__(self, folder: Path, settings: Settings, config: BufferConfig) -> None:
+        self.folder = folder
+        self._arguments = [str(folder), _text(settings), _text(config), str(os.getpid())]
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "async_rl.benchmarks.server", *self._arguments]
+        with (self.folder / "server.log").open("ab") as log:
+            self.process = subprocess.Popen(command, stderr=log)
+        deadline = monotonic() + START_S
+        while not (self.folder / "buffer.endpoint").exists():
+            self._check()
+            if monotonic() > deadline:
+                raise TimeoutError(f"the buffer process does not listen after {START_S:g} s")
+            sleep(0.01)
+
+    def _check(self) -> None:
+        if self.process.poll() is not None:
+            log = (self.folder / "server.log").read_text()
+            raise RuntimeError(f"the buffer process ended with {self.process.returncode}:\n{log}")
+
+    @property
+    def endpoint(self) -> str:
+        return read_endpoint(self.folder / "buffer.endpoint")
+
+    def kill(self) -> None:
+        self._check()
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
     def cpu_s(self) -> float:
         """Processor seconds used so far, all threads."""
-        times = self.process.cpu_times()
+        times = self._seen().cpu_times()
         return times.user + times.system
 
     def bytes_written(self) -> int:
         """Bytes given to `write` so far: the journal, and 9 bytes a wake-up of a thread. Sockets do not count."""
-        return self.process.io_counters().write_chars
+        return self._seen().io_counters().write_chars
+
+    def rss(self) -> int:
+        """Resident memory in bytes."""
+        return self._seen().memory_info().rss
+
+    def _seen(self) -> psutil.Process:
+        return psutil.Process(self.process.pid)
+
+
+def _text(struct: msgspec.Struct) -> str:
+    return msgspec.json.encode(struct).decode()
 
 
 @contextmanager
-def serving(settings: Settings) -> Iterator[Serving]:
+def serving(settings: Settings) -> Iterator[ServerProcess]:
     """A buffer with durability `batch` and its journal in a temporary folder on a disk."""
     with tempfile.TemporaryDirectory(prefix="async-rl-bench-", dir=disk()) as name:
-        folder = Path(name)
-        command = [sys.executable, "-m", "async_rl.benchmarks.server", name, msgspec.json.encode(settings).decode()]
-        process = subprocess.Popen([*command, str(os.getpid())])
+        server = ServerProcess(Path(name), settings, BufferConfig(durability="batch"))
         try:
-            yield Serving(_endpoint(folder, process), psutil.Process(process.pid))
+            yield server
         finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _endpoint(folder: Path, process: subprocess.Popen[bytes]) -> str:
-    file = folder / "buffer.endpoint"
-    deadline = monotonic() + START_S
-    while not file.exists():
-        if process.poll() is not None:
-            raise RuntimeError(f"the buffer process ended with {process.returncode} before it listened")
-        if monotonic() > deadline:
-            raise TimeoutError(f"the buffer process does not listen after {START_S:g} s")
-        sleep(0.01)
-    return file.read_text().strip()
+            server.close()
 
 
 def disk() -> str:
@@ -90,9 +118,9 @@ def _filesystem(folder: Path) -> str:
 
 
 def main() -> None:
-    folder, settings, parent = sys.argv[1:]
+    folder, settings, config, parent = sys.argv[1:]
     die_with_parent(int(parent))
-    serve(msgspec.json.decode(settings, type=Settings), BufferConfig(durability="batch"), Path(folder))
+    serve(msgspec.json.decode(settings, type=Settings), msgspec.json.decode(config, type=BufferConfig), Path(folder))
 
 
 if __name__ == "__main__":

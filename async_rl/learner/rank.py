@@ -62,7 +62,7 @@ class Learner:
         self.lineage = state.lineage(run.folder)
         self.step, self.cursor = self._restore()
         self.stepper = Stepper(self.policy, self.optimizer, self.config)
-        self.client = process.client(run, run.name, "learner")
+        self.client = process.client(run.folder, run.config, run.name, "learner")
         if self.rank == 0:
             self.metrics = MetricsWriter(run.folder)
             self.publisher = Publisher(run.folder, _segment_name(run.folder), self._wire_dtype(), self.tied)

@@ -20,9 +20,7 @@ from pathlib import Path
 import msgspec
 
 from async_rl.benchmarks.machine import describe, versions
-
-HERE = Path(__file__).parent
-Result = dict[str, object]
+from experiments.proof.bars import Result, keep
 
 
 def run(*command: str) -> int:
@@ -91,14 +89,7 @@ def main() -> None:
     args = parser.parse_args()
     result = PROOFS[args.name](args)
     result |= {"machine": msgspec.to_builtins(describe()), "versions": versions()}
-    text = json.dumps(result, indent=2)
-    print(text)
-    (HERE / f"{args.name}.json").write_text(text + "\n")
-    bars = result["bars"]
-    assert isinstance(bars, dict)
-    missed = [name for name, held in bars.items() if not held]
-    if missed:
-        sys.exit(f"missed: {', '.join(missed)}")
+    keep(args.name, result)
 
 
 if __name__ == "__main__":

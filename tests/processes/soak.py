@@ -17,9 +17,9 @@ import msgspec
 
 from async_rl.benchmarks.load import Load, Shape
 from async_rl.benchmarks.machine import describe, versions
+from async_rl.benchmarks.server import ServerProcess
 from buffers import journal
 from buffers.config import BufferConfig
-from tests.processes.server import ServerProcess
 
 SEGMENT_MIB = 16
 RATE = 1e6

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from async_rl.benchmarks.server import ServerProcess
 from buffers import keys, segments
 from buffers import messages as m
 from buffers.client import Client
@@ -16,7 +17,6 @@ from buffers.errors import KeysError
 from buffers.records import Settings
 from tests.processes.fuzz import hostile
 from tests.processes.peers import FeederPeer, Learner, Worker, wait_for
-from tests.processes.server import ServerProcess
 
 pytestmark = pytest.mark.e2e
 
@@ -27,8 +27,7 @@ FRAMES = 100_000
 @pytest.mark.timeout(300)
 def test_a_hundred_thousand_hostile_frames_change_nothing(tmp_path: Path) -> None:
     server = ServerProcess(tmp_path, SETTINGS, BufferConfig(max_frame_bytes=1 << 16))
-    learner = Learner(server.endpoint)
-    learner.group = SETTINGS.group
+    learner = Learner(server.endpoint, group=SETTINGS.group)
     peers = [Worker(server.endpoint, 32, 128, pause_s=0.01), FeederPeer(server.endpoint), learner]
     for peer in peers:
         peer.start()

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.benchmarks.server import ServerProcess
 from buffers import segments
 from buffers.config import BufferConfig
 from buffers.records import Settings
 from tests.processes.peers import FeederPeer, Learner, Worker, wait_for
-from tests.processes.server import ServerProcess
 
 pytestmark = pytest.mark.e2e
 
@@ -34,8 +34,7 @@ def recovered_lengths(folder: Path) -> tuple[dict[tuple[int, int], int], set[int
 def test_a_server_killed_twenty_times_loses_no_acknowledged_token(tmp_path: Path) -> None:
     rng = random.Random(0)
     server = ServerProcess(tmp_path, SETTINGS, BufferConfig(segment_mib=1))
-    learner = Learner(server.endpoint)
-    learner.group = SETTINGS.group
+    learner = Learner(server.endpoint, group=SETTINGS.group)
     worker, feeder = Worker(server.endpoint, slots=32, length=256, pause_s=0.002), FeederPeer(server.endpoint)
     peers = [worker, feeder, learner]
     for peer in peers:
