@@ -428,6 +428,8 @@ def _column(frame: bytes | memoryview, dtype: type[Scalar], name: str) -> NDArra
 
 ROW_BYTES = 28
 TOKEN_BYTES = 8
+LEAST = np.array([1, 0, 1], np.int32)
+"""Of a chunk's attempt, offset and length."""
 
 
 @dataclass(frozen=True)
@@ -471,9 +473,10 @@ class Chunks:
             return np.frombuffer(data[start:at], dtype=dtype)
 
         ticket, version = column(np.int64, rows), column(np.int64, rows)
-        attempt, offset, length = column(np.int32, 3 * rows).reshape(3, rows)
+        numbers = column(np.int32, 3 * rows).reshape(3, rows)
+        attempt, offset, length = numbers
         chunks = cls(ticket, attempt, offset, length, version, column(np.int32, tokens), column(np.float32, tokens))
-        if rows and (ticket.min() < 0 or attempt.min() < 1 or offset.min() < 0 or length.min() < 1):
+        if rows and (ticket.min() < 0 or (numbers.min(1) < LEAST).any()):
             raise ProtocolError("a chunk has a negative ticket or offset, an attempt below 1, or no tokens")
         total = int(length.sum(dtype=np.int64))
         if total != tokens:

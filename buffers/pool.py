@@ -126,16 +126,17 @@ class Pool:
 
         `tokens` and `logprobs` are the chunks' columns, concatenated.
         """
-        # Where each token goes: its chunk's start plus its place in the chunk.
         starts = rows * self.max_tokens + offsets
         first = int(lengths[0]) if lengths.size else 0
-        if first * lengths.size == tokens.size and (lengths == first).all():
-            at = (starts[:, None] + np.arange(first)).reshape(-1)
+        if first and first * lengths.size == tokens.size and (lengths == first).all():
+            _windows(self.tokens, first)[starts] = tokens.view(f"V{4 * first}")
+            _windows(self.logprobs, first)[starts] = logprobs.view(f"V{4 * first}")
         else:
+            # Where each token goes: its chunk's start plus its place in the chunk.
             ends = np.cumsum(lengths, dtype=np.int64)
             at = np.arange(tokens.size) + np.repeat(starts - (ends - lengths), lengths)
-        self.tokens.reshape(-1)[at] = tokens
-        self.logprobs.reshape(-1)[at] = logprobs
+            self.tokens.reshape(-1)[at] = tokens
+            self.logprobs.reshape(-1)[at] = logprobs
         self.length[rows] = offsets + lengths
         self._extend_spans(rows, offsets, versions)
 
@@ -192,3 +193,8 @@ class Pool:
     def sampled_versions(self, row: int) -> int:
         """How many policy versions the sampled tokens of a row come from."""
         return len(set(self.versions_of(row)) - {INJECTED})
+
+
+def _windows(column: Int32s | Floats, length: int) -> NDArray[np.void]:
+    """`length` entries from each place of a column on, as one element, so that a chunk is copied at once."""
+    return np.ndarray((column.size - length + 1,), f"V{4 * length}", column, strides=(4,))

@@ -33,7 +33,7 @@ from async_rl.benchmarks.load import Load, Shape
 from async_rl.benchmarks.machine import Machine
 from async_rl.benchmarks.server import ServerProcess, serving
 
-WINDOW = 128
+WINDOW = 256
 """Messages that the worker sends ahead of acknowledgements."""
 PACED = 1e6
 """Tokens per second at which `cpu_share` is measured."""
