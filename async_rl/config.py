@@ -6,9 +6,10 @@ torch, so a wrong configuration is refused at once.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -16,6 +17,8 @@ import msgspec
 import yaml
 from msgspec import Meta, Struct
 
+from async_rl.algorithms import presets
+from async_rl.algorithms.config import COMPARING, AlgorithmConfig, conflict, form
 from async_rl.errors import ConfigError
 from buffers import keys
 from buffers.config import BufferConfig
@@ -106,21 +109,6 @@ class RolloutConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Compute type of the engine."""
     kv_cache_gib: PositiveInt = 1
     """KV cache of a vLLM engine on a CPU, in GiB."""
-
-
-class AlgorithmConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Advantage and loss."""
-
-    advantage: Literal["grpo", "dr-grpo"] = "grpo"
-    """How a reward becomes an advantage within its group."""
-    loss: Literal["ppo", "reinforce"] = "ppo"
-    """`ppo` clips the ratio to the proximal policy; `reinforce` weights the score by the correction."""
-    sample_std: bool = False
-    """`grpo` divides by the sample standard deviation (n - 1) in place of the population's."""
-    clip_low: Annotated[float, Meta(ge=0, le=1)] = 0.2
-    """Lower clip of the `ppo` ratio: 1 - clip_low."""
-    clip_high: Annotated[float, Meta(ge=0)] = 0.2
-    """Upper clip of the `ppo` ratio: 1 + clip_high."""
 
 
 class LearnerConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -241,8 +229,24 @@ def load(path: Path, overrides: Mapping[str, object] | None = None) -> Config:
     return config
 
 
+def _preset(tree: dict[str, Any]) -> dict[str, Any]:
+    """The tree with what its algorithm's preset sets and it does not set itself."""
+    given = dict(_leaves(tree))
+    name = given.get("algorithm.preset", AlgorithmConfig().preset)
+    preset = presets.PRESETS.get(name) if isinstance(name, str) else None
+    if preset is None:
+        raise ConfigError(
+            "algorithm.preset", name, "there is no such preset", f"Choose from {', '.join(sorted(presets.PRESETS))}"
+        )
+    tree = copy.deepcopy(tree)
+    for path, value in presets.defaults(preset, given).items():
+        _set(tree, path, value)
+    return tree
+
+
 def parse(tree: dict[str, Any]) -> Config:
     """The typed tree of plain YAML data; refuses unknown keys, wrong types and values out of range."""
+    tree = _preset(tree)
     try:
         return msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
@@ -274,10 +278,10 @@ def check(config: Config) -> None:
             f"not a multiple of buffer.group_size = {buffer.group_size}, and a batch holds whole groups",
             f"Use {max(1, buffer.batch_size // buffer.group_size) * buffer.group_size}",
         )  # fmt: skip
-    if buffer.group_size == 1:
+    if buffer.group_size == 1 and config.algorithm.advantage in COMPARING:
         raise ConfigError(
             "buffer.group_size", 1, "advantages compare the members of a group, so a group of one never trains",
-            "Use at least 2",
+            "Use at least 2, or an advantage that compares nobody: gae, vtrace, reinforce++, rloo",
         )  # fmt: skip
     window = bounds.capacity(max_staleness=config.staleness.max_staleness, batch=buffer.batch_size, slack=buffer.slack)
     if window > MAX_ROWS:
@@ -318,11 +322,11 @@ def check(config: Config) -> None:
             "data.system_prompt", config.data.system_prompt, "it is part of a chat, and data.chat_template is false",
             "Put the text into the prompts, or set data.chat_template: true",
         )  # fmt: skip
-    if correction.low >= correction.high:
-        raise ConfigError(
-            "staleness.correction.low", correction.low, f"not below high = {correction.high}", "Widen the window"
-        )
-    if config.learner.epochs > 1 and (config.algorithm.loss != "ppo" or correction.proximal != "recompute"):
+    wrong = conflict(config.algorithm, correction)
+    if wrong is not None:
+        raise ConfigError(*wrong)
+    anchored = form(config.algorithm, correction) == "coupled" or correction.proximal == "recompute"
+    if config.learner.epochs > 1 and not anchored:
         raise ConfigError(
             "learner.epochs", config.learner.epochs,
             "several optimizer steps on a batch need an anchor that stays in place while the policy moves",
@@ -357,10 +361,14 @@ def notes(config: Config) -> list[str]:
     """What a user should know about a valid configuration before it runs."""
     out: list[str] = []
     correction = config.staleness.correction
-    if config.algorithm.loss == "ppo" and config.learner.epochs == 1 and correction.proximal != "loglinear":
+    anchored = correction.proximal in ("loglinear", "behaviour")
+    if config.algorithm.loss == "ppo" and config.learner.epochs == 1 and not anchored:
         out.append("one optimizer step per batch: the PPO ratio is 1, so clipping does nothing; the correction is all")
-    if correction.name == "none" and config.staleness.max_staleness > 0:
+    ignored = correction.name == "none" and form(config.algorithm, correction) != "coupled"
+    if ignored and config.algorithm.advantage != "vtrace" and config.staleness.max_staleness > 0:
         out.append("staleness.correction.name: none ignores the difference between the sampling and trained policy")
+    if config.buffer.group_size == 1 and config.algorithm.advantage == "rloo":
+        out.append("groups of one: the advantage of rloo is the reward itself, without a baseline")
     groups = config.buffer.groups
     if groups.policy == "deadline_versions" and groups.deadline_versions > config.staleness.max_staleness:
         out.append(
@@ -396,6 +404,15 @@ _Loader.add_implicit_resolver(
 
 def _yaml(text: str) -> Any:
     return yaml.load(text, _Loader)
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """(path, value) of everything that is set."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _set(tree: dict[str, Any], key: str, value: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import msgspec
 
 from async_rl import config as configuration
 from async_rl import model
+from async_rl.algorithms import presets
 from async_rl.config import Config
 from async_rl.data import sources
 from async_rl.errors import AsyncRLError, ConfigError
@@ -49,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     _eval(commands.add_parser("eval", help="accuracy on the held-out prompts, before against after training"))
     _model(commands.add_parser("model", help="models that come as packages"))
     _buffer(commands.add_parser("buffer", help="look into a run's replay buffer, check it, export it"))
+    _algorithms(commands.add_parser("algorithms", help="what algorithm.preset offers: formulas, sources, settings"))
     _keys(commands.add_parser("keys", help="make keys for connections between hosts"))
     doctor = commands.add_parser("doctor", help="what is installed and what works here")
     doctor.set_defaults(command=lambda _: _module("launchers.doctor"))
@@ -150,6 +153,28 @@ def check(config: Config, resumed: Path | None) -> None:
 
 
 # --- the other commands ------------------------------------------------------------------------------------------
+
+
+def _algorithms(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "The presets that `--set algorithm.preset=NAME` chooses from. theta, p and mu are the log-probs of the "
+        "trained, the proximal and the sampling policy, R is the reward, A the advantage, w the weight of a token."
+    )
+    parser.add_argument("name", metavar="NAME", nargs="*", help="only these")
+    parser.add_argument("--json", action="store_true", help="as data")
+    parser.set_defaults(command=_show_algorithms)
+
+
+def _show_algorithms(args: argparse.Namespace) -> int:
+    for name in args.name:
+        if name not in presets.PRESETS:
+            raise ConfigError("NAME", name, "there is no such preset", f"Choose from {', '.join(presets.PRESETS)}")
+    names = args.name or list(presets.PRESETS)
+    if args.json:
+        print(json.dumps({name: presets.PRESETS[name]._asdict() for name in names}, indent=2))
+    else:
+        print(presets.show(names))
+    return 0
 
 
 def _eval(parser: argparse.ArgumentParser) -> None:

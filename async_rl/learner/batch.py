@@ -8,9 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from async_rl.algorithms.advantages import advantages
-from async_rl.config import AlgorithmConfig
+from async_rl.algorithms.aggregation import shares
+from async_rl.config import AlgorithmConfig, Config
 from async_rl.learner.packing import Ints, Member, Segment
 from buffers.messages import Batch, BatchRow, SampleArrays
+from staleness.versions import INJECTED
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,8 @@ class Plan:
     """What rank 0 tells every rank: its rows, their advantages, and the size of the whole batch.
 
     `rows[r]` and `advantages[r]` are those of rank r, whole groups, in order of group. `tokens` counts the trainable
-    tokens of the global batch; `gradient` is False if no sample of it has a gradient.
+    tokens of the global batch, `sequences` the trajectories that have some; `gradient` is False if no sample of it has
+    a gradient.
     """
 
     lease: int
@@ -26,6 +29,7 @@ class Plan:
     rows: list[list[BatchRow]]
     advantages: list[list[float]]
     tokens: int
+    sequences: int
     gradient: bool
 
 
@@ -34,10 +38,10 @@ def plan(batch: Batch, *, ranks: int, algorithm: AlgorithmConfig) -> Plan:
     rewards = np.asarray([row.reward for row in batch.rows], np.float64)
     group_of = np.asarray([row.group for row in batch.rows], np.int64)
     values = advantages(algorithm, rewards, group_of, batch.group_rewards)
-    values = values * np.asarray([row.weight for row in batch.rows])
+    trained = (np.asarray([row.trainable for row in batch.rows]) > 0) & ((values != 0) | algorithm.everywhere)
     cost = np.zeros(len(batch.group_rewards), np.int64)
-    for row, value in zip(batch.rows, values, strict=True):
-        cost[row.group] += row.length if value != 0 and row.trainable else 0
+    for row, wanted in zip(batch.rows, trained, strict=True):
+        cost[row.group] += row.length if wanted else 0
     load = [0] * ranks
     owner: dict[int, int] = {}
     for group in np.argsort(-cost, kind="stable").tolist():
@@ -51,7 +55,8 @@ def plan(batch: Batch, *, ranks: int, algorithm: AlgorithmConfig) -> Plan:
         rows=[[batch.rows[i] for i in share] for share in shares],
         advantages=[[float(values[i]) for i in share] for share in shares],
         tokens=sum(row.trainable for row in batch.rows),
-        gradient=bool(any(value != 0 and row.trainable for row, value in zip(batch.rows, values, strict=True))),
+        sequences=sum(row.trainable > 0 for row in batch.rows),
+        gradient=bool(trained.any()),
     )
 
 
@@ -62,7 +67,11 @@ class Share:
     logprobs   behaviour log-probs, float32
     age        learner steps between a token's version and this step
     mask       True where a token may be trained on
-    advantage  one per trajectory
+    sampled    True where a policy has sampled the token
+    advantage  one per token
+    scale      one per trajectory: how much each of its tokens counts in the loss
+    positive   one per trajectory: whether its reward is positive
+    everywhere whether a token without advantage has a gradient too
     """
 
     prompts: list[Ints]
@@ -72,20 +81,26 @@ class Share:
     logprobs: NDArray[np.float32]
     age: Ints
     mask: NDArray[np.bool_]
+    sampled: NDArray[np.bool_]
     advantage: NDArray[np.float64]
+    scale: NDArray[np.float64]
+    positive: NDArray[np.bool_]
+    everywhere: bool
 
-    def segments(self) -> list[Segment]:
-        """What needs a backward pass: groups without their members of zero advantage or empty mask."""
+    def segments(self, *, everything: bool = False) -> list[Segment]:
+        """What needs a backward pass: groups without the members of which no token has a gradient; or all trainable."""
         members: dict[int, list[Member]] = {}
+        everything |= self.everywhere
         for i, prompt in enumerate(self.prompt_of):
             span = slice(self.starts[i], self.starts[i + 1])
-            if self.advantage[i] != 0 and self.mask[span].any():
+            if (self.mask[span] & ((self.advantage[span] != 0) | everything)).any():
                 members.setdefault(prompt, []).append(Member(i, self.tokens[span]))
         return [Segment(self.prompts[prompt], group) for prompt, group in members.items()]
 
 
-def share(rows: list[BatchRow], advantage: list[float], arrays: SampleArrays, ages: Ints) -> Share:
-    """Puts fetched columns and planned rows together. `ages` has one entry per sampled token."""
+def share(planned: Plan, rank: int, arrays: SampleArrays, ages: Ints, config: Config) -> Share:
+    """Puts fetched columns and a rank's planned rows together. `ages` has one entry per token."""
+    rows, algorithm = planned.rows[rank], config.algorithm
     prompts: list[Ints] = []
     prompt_of: list[int] = []
     seen: dict[int, int] = {}
@@ -99,6 +114,13 @@ def share(rows: list[BatchRow], advantage: list[float], arrays: SampleArrays, ag
     starts = np.concatenate([[0], np.cumsum([row.length for row in rows], dtype=np.int64)]).astype(np.int64)
     if not starts[-1] == arrays.tokens.size == ages.size or at != arrays.prompts.size:
         raise ValueError(f"fetched {arrays.tokens.size} tokens for rows of {starts[-1]}")
+    scale = shares(
+        algorithm.aggregation,
+        np.asarray([row.trainable for row in rows], np.int64),
+        tokens=planned.tokens,
+        sequences=planned.sequences,
+        longest=config.rollout.max_tokens,
+    )
     return Share(
         prompts,
         prompt_of,
@@ -107,5 +129,9 @@ def share(rows: list[BatchRow], advantage: list[float], arrays: SampleArrays, ag
         arrays.logprobs,
         ages,
         arrays.mask.astype(np.bool_),
-        np.asarray(advantage, np.float64),
+        arrays.versions != INJECTED,
+        np.repeat(np.asarray(planned.advantages[rank], np.float64), np.diff(starts)),
+        scale * np.asarray([row.weight for row in rows]),
+        np.asarray([row.reward > 0 for row in rows], np.bool_),
+        algorithm.everywhere,
     )

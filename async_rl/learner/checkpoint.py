@@ -1,6 +1,6 @@
 """Distributed checkpoints, complete or absent, and the Hugging Face export.
 
-    checkpoints/step-00000020/   torch distributed checkpoint (weights, optimizer) and `state.json`
+    checkpoints/step-00000020/   torch distributed checkpoint (weights and optimizer of each part) and `state.json`
     checkpoints/latest           the name of the newest complete one
 
 A checkpoint is written under another name and renamed when every rank has written; `latest` is replaced after that.
@@ -9,14 +9,15 @@ A checkpoint is written under another name and renamed when every rank has writt
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from async_rl.learner.policy import Policy
@@ -24,7 +25,23 @@ from async_rl.learner.state import LATEST, STATE, State
 from async_rl.tokenizer import tokenizer_of
 
 
-def save(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, state: State) -> Path:
+class Part(NamedTuple):
+    """A sharded module that is trained, and its optimizer."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+
+
+def _tree(parts: Mapping[str, Part]) -> dict[str, Any]:
+    """What is stored of each part; the dictionaries are those that loading fills."""
+    tree: dict[str, Any] = {}
+    for name, part in parts.items():
+        weights, moments = get_state_dict(part.module, part.optimizer)
+        tree[name] = {"weights": weights, "optimizer": moments}
+    return tree
+
+
+def save(folder: Path, parts: Mapping[str, Part], state: State) -> Path:
     """Every rank calls this; returns the checkpoint's folder."""
     name = f"step-{state.step:08d}"
     final, partial = folder / name, folder / f"{name}.partial"
@@ -32,8 +49,7 @@ def save(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, state: 
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    weights, moments = get_state_dict(policy, optimizer)
-    dcp.save({"weights": weights, "optimizer": moments}, checkpoint_id=partial)
+    dcp.save(_tree(parts), checkpoint_id=partial)
     if dist.get_rank() == 0:
         (partial / STATE).write_bytes(msgspec.json.encode(state))
         old = folder / f"{name}.old"
@@ -48,12 +64,13 @@ def save(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, state: 
     return final
 
 
-def restore(path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-    """Loads weights and optimizer into a policy sharded over any number of ranks."""
-    weights, moments = get_state_dict(policy, optimizer)
-    tree = {"weights": weights, "optimizer": moments}
+def restore(path: Path, parts: Mapping[str, Part]) -> None:
+    """Loads weights and optimizers into modules sharded over any number of ranks."""
+    tree = _tree(parts)
     dcp.load(tree, checkpoint_id=path)
-    set_state_dict(policy, optimizer, model_state_dict=tree["weights"], optim_state_dict=tree["optimizer"])
+    for name, part in parts.items():
+        weights, moments = tree[name]["weights"], tree[name]["optimizer"]
+        set_state_dict(part.module, part.optimizer, model_state_dict=weights, optim_state_dict=moments)
 
 
 def full_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:

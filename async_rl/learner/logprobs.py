@@ -14,7 +14,7 @@ from torch import Tensor
 
 CHUNK = 1024
 ENTROPY_EVERY = 8
-"""The entropy is for reporting and costs three passes over the logits: one token in eight is enough."""
+"""For reporting, the entropy of one token in eight is enough: it costs three passes over the logits."""
 
 
 def _logits(
@@ -25,7 +25,9 @@ def _logits(
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, every: int
+    ) -> tuple[Tensor, Tensor]:
         logprobs = hidden.new_empty(targets.shape, dtype=torch.float32)
         normalisers = torch.empty_like(logprobs)
         entropies = torch.full_like(logprobs, torch.nan)
@@ -35,29 +37,37 @@ class _TokenLogprobs(torch.autograd.Function):
             normaliser = logits.logsumexp(-1)
             logprobs[part] = logits.gather(-1, targets[part, None])[:, 0] - normaliser
             normalisers[part] = normaliser
-            some = slice(None, None, ENTROPY_EVERY)
+            some = slice(None, None, every)
             probabilities = (logits[some] - normaliser[some, None]).exp_()
             entropies[part][some] = normaliser[some] - torch.linalg.vecdot(probabilities, logits[some])
-        ctx.save_for_backward(hidden, head, targets, normalisers)
-        ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropies)
+        ctx.save_for_backward(hidden, head, targets, normalisers, entropies)
+        ctx.temperature, ctx.every = temperature, every
+        if every > 1:
+            ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _entropy: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        hidden, head, targets, normalisers = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        hidden, head, targets, normalisers, entropies = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_head = torch.zeros_like(head, dtype=torch.float32)
         for start in range(0, targets.numel(), CHUNK):
             part = slice(start, start + CHUNK)
             logits = _logits(hidden[part], head, ctx.temperature)
+            logs = logits.sub_(normalisers[part, None])
+            slope = logs.exp()
+            if ctx.every == 1:
+                # d H / d logits = -p (log p + H)
+                push = slope * logs.add_(entropies[part, None]) * -grad_entropy[part, None]
             # d log p(target) / d logits = onehot - softmax; the sign goes into the factor
-            slope = logits.sub_(normalisers[part, None]).exp_()
             slope.scatter_add_(-1, targets[part, None], torch.full_like(normalisers[part, None], -1.0))
-            slope = slope.mul_(-grad[part, None] / ctx.temperature).to(hidden.dtype)
+            slope = slope.mul_(-grad[part, None])
+            if ctx.every == 1:
+                slope += push
+            slope = slope.div_(ctx.temperature).to(hidden.dtype)
             grad_hidden[part] = slope @ head
             grad_head += (slope.T @ hidden[part]).float()
-        return grad_hidden, grad_head.to(head.dtype), None, None
+        return grad_hidden, grad_head.to(head.dtype), None, None, None
 
 
 def token_logprobs(
@@ -65,11 +75,13 @@ def token_logprobs(
     head: Float[Tensor, "vocab width"],
     targets: Int[Tensor, " tokens"],
     temperature: float,
+    *,
+    entropy_every: int = ENTROPY_EVERY,
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
     """(log-prob of each target, entropy in nats), both float32, of softmax(hidden @ head.T / temperature).
 
     Differentiable in `hidden` and `head` through the log-probs. The entropy is nan but for one token in
-    `ENTROPY_EVERY`.
+    `entropy_every`; if that is 1, it is differentiable too.
     """
-    logprobs, entropies = _TokenLogprobs.apply(hidden, head, targets, temperature)
+    logprobs, entropies = _TokenLogprobs.apply(hidden, head, targets, temperature, entropy_every)
     return logprobs, entropies

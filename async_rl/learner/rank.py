@@ -21,8 +21,9 @@ from async_rl import model, process
 from async_rl.data.prompts import Prompts
 from async_rl.learner import checkpoint, state
 from async_rl.learner.batch import Plan, Share, plan, share
+from async_rl.learner.models import build
 from async_rl.learner.packing import Member, Segment, pack
-from async_rl.learner.policy import accumulate, load, reshard, shard, tied_names
+from async_rl.learner.policy import accumulate, reshard
 from async_rl.learner.report import StepReport, report
 from async_rl.learner.step import Stepper, StepResult, learning_rate
 from async_rl.tracking.metrics import MetricsWriter
@@ -46,26 +47,19 @@ class Learner:
         self.publications = 0
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         device = _device(self.rank, self.config.launch.device)
-        self.dtype = getattr(torch, self.config.learner.dtype)
-        self.policy = load(model.resolve(self.config.model.path), self.config.rollout.temperature, device)
-        self.tied = tied_names(self.policy.model)
-        shard(self.policy, init_device_mesh(device.type, (self.world,)), self.dtype)
-        self.optimizer = torch.optim.AdamW(
-            self.policy.parameters(),
-            lr=self.config.learner.learning_rate,
-            betas=self.config.learner.betas,
-            weight_decay=self.config.learner.weight_decay,
-            fused=True,
-        )
+        mesh = init_device_mesh(device.type, (self.world,))
+        self.models = build(self.config, model.resolve(self.config.model.path), mesh, device)
+        self.policy = self.models.policy
         self.timeline = Timeline(run.folder, run.name)
         self.prompts = Prompts.read(run.folder / "prompts.npz")
         self.lineage = state.lineage(run.folder)
         self.step, self.cursor = self._restore()
-        self.stepper = Stepper(self.policy, self.optimizer, self.config)
+        models = self.models
+        self.stepper = Stepper(models.policy, models.optimizer, self.config, models.reference, models.critic)
         self.client = process.client(run.folder, run.config, run.name, "learner")
         if self.rank == 0:
             self.metrics = MetricsWriter(run.folder)
-            self.publisher = Publisher(run.folder, _segment_name(run.folder), self._wire_dtype(), self.tied)
+            self.publisher = Publisher(run.folder, _segment_name(run.folder), self._wire_dtype(), models.tied)
 
     @property
     def version(self) -> int:
@@ -114,7 +108,7 @@ class Learner:
         trained = ages[arrays.mask.astype(bool)]
         if trained.size and trained.max() > self.config.staleness.max_staleness:
             raise AssertionError(f"a token of age {trained.max()} passed the bound of the buffer")
-        return share(rows, planned.advantages[self.rank], arrays, ages)
+        return share(planned, self.rank, arrays, ages, self.config)
 
     def _ages(self, arrays: m.SampleArrays) -> NDArray[np.int64]:
         """Learner steps since each token was sampled; 0 for injected tokens, which have no age."""
@@ -125,7 +119,7 @@ class Learner:
         learner = self.config.learner
         with self.timeline.span(f"train step {self.step}", busy=True):
             rate = learning_rate(learner.learning_rate, learner.warmup_steps, self.step)
-            return self.stepper.step(mine, tokens=planned.tokens, rate=rate)
+            return self.stepper.step(mine, rate=rate)
 
     def _publish(self) -> None:
         """A snapshot of the weights for the workers; complete when this returns."""
@@ -146,7 +140,7 @@ class Learner:
         precision: only a rehearsal shows that an update reaches every part, a tied head included. Halving is exact.
         """
         embeddings = [self.policy.model.get_input_embeddings().weight]
-        if not self.tied:
+        if not self.models.tied:
             embeddings.append(self.policy.model.get_output_embeddings().weight)
         with torch.no_grad(), self.timeline.span("rehearse"):
             for factor in (0.5, 2.0):
@@ -190,13 +184,13 @@ class Learner:
         if found is None:
             return 0, 0
         path, saved = found
-        checkpoint.restore(path, self.policy, self.optimizer)
+        checkpoint.restore(path, self.models.parts())
         return saved.step, saved.cursor
 
     def _save(self) -> None:
         reached = state.State(self.step, self.cursor, self.prompts.fingerprint)
         with self.timeline.span("checkpoint"):
-            checkpoint.save(self.run.folder / "checkpoints", self.policy, self.optimizer, reached)
+            checkpoint.save(self.run.folder / "checkpoints", self.models.parts(), reached)
         self._tell(m.Checkpointed(self.step))
 
     def _report(

@@ -60,13 +60,18 @@ def report(plan: Plan, batch: Batch, parts: list[StepReport], config: Config, ti
         "cancelled": stats.cancelled,
     }
     if results:
+        mean = {name: sum(result.sums[name] for result in results) / max(1, trained_tokens) for name in results[0].sums}
         record |= monitor.ratio_summary(np.concatenate([result.log_ratio for result in results]))
         record |= {
             "loss": sum(result.loss for result in results),
             "grad_norm": results[0].grad_norm,
             "entropy": float(np.nanmean(np.concatenate([result.entropy for result in results]))),
-            "clipped_share": sum(result.clipped for result in results) / max(1, trained_tokens),
-            "corrected_away_share": sum(result.corrected_away for result in results) / max(1, trained_tokens),
+            "clipped_share": mean["clipped"],
+            "corrected_away_share": mean["corrected_away"],
+            "weight_mean": mean["weight"],
+            "kl_proximal": mean["kl_proximal"],
+            **({"kl_reference": mean["kl_reference"]} if config.algorithm.kl.coefficient else {}),
+            **({"value_loss": sum(result.value_loss for result in results)} if config.algorithm.critic else {}),
             "packed_tokens": sum(result.packed_tokens for result in results),
         }
     return record

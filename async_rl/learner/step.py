@@ -1,20 +1,26 @@
-"""One learner step on a rank's share: forward, loss, backward, clip, optimizer."""
+"""One learner step on a rank's share: what is to be known before, then forward, loss, backward, clip, optimizer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
-from async_rl.algorithms.losses import LossInput, loss
+from async_rl.algorithms import losses
+from async_rl.algorithms.advantages import whiten
+from async_rl.algorithms.config import form
+from async_rl.algorithms.credit import Episode, credit, last_of
+from async_rl.algorithms.objective import LossInput, LossMetrics, loss
 from async_rl.config import Config
 from async_rl.learner.batch import Share
 from async_rl.learner.packing import Member, Packed, Segment, pack
-from async_rl.learner.policy import Policy, Scores, accumulate
+from async_rl.learner.policy import Policy, Scores, ValueModel, accumulate, reshard
+from staleness.corrections import Sequences, Tokens, m2_keep
 from staleness.proximal import loglinear
 
 
@@ -25,15 +31,40 @@ class StepResult:
     log_ratio   log pi_theta - log mu at the start of the step
     entropy     nats
     loss        this rank's part of the batch's loss
+    sums        of `LossMetrics`, over the first epoch
+    value_loss  this rank's part of the value model's loss, if there is one
     """
 
     log_ratio: NDArray[np.float32]
     entropy: NDArray[np.float32]
     loss: float
-    clipped: float
-    corrected_away: float
+    sums: dict[str, float]
     grad_norm: float
     packed_tokens: int
+    value_loss: float = 0.0
+
+
+@dataclass(frozen=True)
+class Known:
+    """Of every token of a share, before the first optimizer step; 0 for those that no micro-batch has.
+
+    logprobs, reference   under the policy and the reference policy
+    values                of the states that the tokens were sampled in
+    kept                  False where `m2` has masked the token
+    """
+
+    logprobs: Tensor | None = None
+    reference: Tensor | None = None
+    values: Tensor | None = None
+    kept: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Critic:
+    """A value model with weights of its own, and its optimizer."""
+
+    model: ValueModel
+    optimizer: torch.optim.Optimizer
 
 
 def learning_rate(base: float, warmup_steps: int, step: int) -> float:
@@ -42,96 +73,263 @@ def learning_rate(base: float, warmup_steps: int, step: int) -> float:
 
 
 class Stepper:
-    """Trains a sharded policy; every rank calls `step` with its share of the same batch."""
+    """Trains a sharded policy, and its value model if it has one; every rank calls `step` with its share of the batch.
 
-    def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer, config: Config) -> None:
-        self._policy = policy
-        self._optimizer = optimizer
+    `reference` is a sharded policy that is never trained.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        optimizer: torch.optim.Optimizer,
+        config: Config,
+        reference: Policy | None = None,
+        critic: Critic | None = None,
+    ) -> None:
+        self._policy, self._optimizer = policy, optimizer
+        self._reference, self._critic = reference, critic
         self._config = config
+        self._algorithm, self._correction = config.algorithm, config.staleness.correction
         self._world = dist.get_world_size()
         self._device = next(policy.parameters()).device
 
-    def step(self, share: Share, *, tokens: int, rate: float) -> StepResult:
-        """`tokens`: trainable tokens of the global batch; `rate`: learning rate of this step."""
-        micro = self._micro_batches(share)
-        proximal = self._proximal(micro) if self._config.staleness.correction.proximal == "recompute" else None
+    def step(self, share: Share, *, rate: float) -> StepResult:
+        """`rate`: learning rate of the policy in this step."""
+        micro = self._micro_batches(share.segments())
+        known = self._look(share, micro)
+        targets = None
+        if self._algorithm.per_token:
+            share, targets = self._credit(share, known)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         result: StepResult | None = None
         for _ in range(self._config.learner.epochs):
-            latest = self._epoch(share, micro, proximal, tokens)
+            latest = self._epoch(share, micro, known, targets)
             result = result or latest
         assert result is not None
         return result
 
-    def _micro_batches(self, share: Share) -> list[Packed]:
+    def _micro_batches(self, segments: list[Segment]) -> list[Packed]:
         """This rank's micro-batches, as many on every rank: the collectives of FSDP must meet."""
-        micro = pack(share.segments(), tokens=self._config.learner.micro_batch_tokens)
+        micro = pack(segments, tokens=self._config.learner.micro_batch_tokens)
         count = torch.tensor(len(micro), device=self._device)
         dist.all_reduce(count, dist.ReduceOp.MAX)
         return micro + [_empty()] * (int(count) - len(micro))
 
-    def _proximal(self, micro: list[Packed]) -> list[Tensor]:
-        with torch.no_grad():
-            return [self._policy(packed).logprobs for packed in micro]
+    # --- before the first optimizer step -----------------------------------------------------------------------
 
-    def _epoch(self, share: Share, micro: list[Packed], proximal: list[Tensor] | None, tokens: int) -> StepResult:
+    def _look(self, share: Share, micro: list[Packed]) -> Known:
+        correction, algorithm = self._correction, self._algorithm
+        logprobs = reference = values = None
+        if correction.name == "m2":
+            # Over the whole batch: also of what has no advantage.
+            everything = self._micro_batches(share.segments(everything=True))
+            (logprobs,) = self._sweep(share, everything, self._policy, lambda scores: [scores.logprobs])
+        if self._reference is not None:
+            (reference,) = self._sweep(share, micro, self._reference, lambda scores: [scores.logprobs])
+        if algorithm.critic and self._critic is None:
+            logprobs, values = self._sweep(share, micro, self._policy, lambda scores: [scores.logprobs, scores.values])
+        elif logprobs is None and (correction.proximal == "recompute" or algorithm.advantage == "vtrace"):
+            (logprobs,) = self._sweep(share, micro, self._policy, lambda scores: [scores.logprobs])
+        if self._critic is not None:
+            (values,) = self._sweep(share, micro, self._critic.model, lambda found: [found])
+        known = Known(logprobs, reference, values)
+        return (
+            replace(known, kept=self._kept(share, logprobs))
+            if correction.name == "m2" and logprobs is not None
+            else known
+        )
+
+    def _sweep(
+        self, share: Share, micro: list[Packed], model: nn.Module, columns: Callable[..., list[Tensor]]
+    ) -> list[Tensor]:
+        """Columns of a model's output for all tokens of a share."""
+        out: list[Tensor] = []
+        with torch.no_grad():
+            for packed in micro:
+                found = columns(model(packed))
+                out = out or [torch.zeros(share.tokens.size, device=self._device) for _ in found]
+                if not _is_empty(packed):
+                    flat = self._tensor(share.starts[packed.source] + packed.offset)
+                    for column, part in zip(out, found, strict=True):
+                        column[flat] = part
+        if model is not self._policy:
+            reshard(model)
+        return out
+
+    def _kept(self, share: Share, logprobs: Tensor) -> Tensor:
+        """What `m2` leaves of the tokens of the global batch."""
+        at = np.flatnonzero(share.mask)
+        current, behaviour = logprobs[self._tensor(at)], self._tensor(share.logprobs[at])
+        if form(self._algorithm, self._correction) == "decoupled" and self._correction.proximal == "loglinear":
+            current = loglinear(behaviour, current, self._tensor(share.age[at]))
+        everyone: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * self._world
+        dist.all_gather_object(everyone, (current - behaviour).cpu().numpy())
+        keep = m2_keep(np.concatenate(everyone), self._correction.tau)
+        first = sum(part.size for part in everyone[: dist.get_rank()])
+        out = np.ones(share.tokens.size, np.bool_)
+        out[at] = keep[first : first + at.size]
+        return self._tensor(out)
+
+    def _credit(self, share: Share, known: Known) -> tuple[Share, Tensor]:
+        """The share with an advantage for each token, and what its value should have been."""
+        advantage, target = np.zeros(share.tokens.size), np.zeros(share.tokens.size)
+        values, reference, logprobs = (
+            None if column is None else column.double().cpu().numpy()
+            for column in (known.values, known.reference, known.logprobs)
+        )
+        penalised = self._algorithm.kl.place == "reward" and reference is not None
+        for start, end in zip(share.starts[:-1].tolist(), share.starts[1:].tolist(), strict=True):
+            at = start + np.flatnonzero(share.sampled[start:end])
+            if not share.mask[start:end].any():
+                continue
+            episode = Episode(
+                last_of(share.sampled[start:end], float(share.advantage[start])),
+                None if values is None else values[at],
+                None if logprobs is None else logprobs[at] - share.logprobs[at],
+                share.logprobs[at] - reference[at] if penalised and reference is not None else None,
+            )
+            advantage[at], target[at] = credit(self._algorithm, episode)
+        if self._algorithm.advantage.startswith("reinforce++") or self._algorithm.whiten:
+            advantage = self._whiten(advantage, share.mask)
+        return replace(share, advantage=advantage), self._tensor(target.astype(np.float32))
+
+    def _whiten(self, values: NDArray[np.float64], mask: NDArray[np.bool_]) -> NDArray[np.float64]:
+        some = values[mask]
+        count, total = self._sum_over_ranks(some.size, some.sum())
+        mean = total / max(count, 1.0)
+        (squares,) = self._sum_over_ranks(np.square(some - mean).sum())
+        return whiten(values, mean, squares / max(count, 1.0))
+
+    def _sum_over_ranks(self, *numbers: float) -> list[float]:
+        sums = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        dist.all_reduce(sums)
+        return sums.tolist()
+
+    # --- the step ----------------------------------------------------------------------------------------------
+
+    def _epoch(self, share: Share, micro: list[Packed], known: Known, targets: Tensor | None) -> StepResult:
         ratios: list[Tensor] = []
         entropies: list[Tensor] = []
-        total = clipped = away = 0.0
+        sums = dict.fromkeys(LossMetrics._fields, 0.0)
+        total = value_total = 0.0
         for i, packed in enumerate(micro):
             accumulate(self._policy, last=i == len(micro) - 1)
             scores: Scores = self._policy(packed)
-            batch, entropy = self._input(share, packed, scores, None if proximal is None else proximal[i])
-            value, metrics = loss(batch, self._config.algorithm, self._config.staleness.correction, tokens=tokens)
+            chosen, flat = self._chosen(share, packed)
+            entropy = scores.entropy[chosen]
+            batch = self._input(share, packed, scores.logprobs[chosen], chosen, known)
+            if self._algorithm.entropy:
+                batch = batch._replace(entropy=entropy)
+            value, metrics = loss(batch, self._algorithm, self._correction)
+            total += float(value.detach())
+            if scores.values is not None:
+                error = self._value_loss(scores.values[chosen], batch.scale, flat, known, targets)
+                value_total += float(error.detach())
+                value = value + self._algorithm.value.coefficient * error
             # FSDP averages gradients over the ranks; the loss is a sum over them. An empty mask still takes part.
             (value * self._world + 0.0 * scores.logprobs.sum()).backward()
             ratios.append((batch.current - batch.behaviour).detach())
-            entropies.append(entropy)
-            total += float(value.detach())
-            clipped += float(metrics.clipped)
-            away += float(metrics.corrected_away)
-        norm = self._clip()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+            entropies.append(entropy.detach())
+            for name, part in metrics._asdict().items():
+                sums[name] += float(part)
+        norm = self._update(self._policy, self._optimizer)
+        if self._critic is not None:
+            value_total = self._train_critic(self._critic, share, micro, known, targets)
         return StepResult(
             torch.cat(ratios).cpu().numpy(),
             torch.cat(entropies).cpu().numpy(),
             total,
-            clipped,
-            away,
+            sums,
             norm,
             sum(packed.tokens.size for packed in micro),
+            value_total,
         )
 
-    def _input(self, share: Share, packed: Packed, scores: Scores, proximal: Tensor | None) -> tuple[LossInput, Tensor]:
-        """The trainable tokens of a micro-batch, with their behaviour log-probs and advantages."""
-        if packed.source.size and packed.source[0] < 0:
-            nothing = scores.logprobs[:0]
-            return LossInput(nothing, *[nothing.detach()] * 3), nothing.detach()
-        flat = share.starts[packed.source] + packed.offset
-        keep = torch.from_numpy(share.mask[flat]).to(self._device)
-        behaviour = torch.from_numpy(share.logprobs[flat]).to(self._device)[keep]
-        advantage = torch.from_numpy(share.advantage[packed.source].astype(np.float32)).to(self._device)[keep]
-        current = scores.logprobs[keep]
-        name = self._config.staleness.correction.proximal
-        if proximal is not None:
-            anchor = proximal[keep]
-        elif name == "loglinear":
-            anchor = loglinear(behaviour, current, torch.from_numpy(share.age[flat]).to(self._device)[keep])
-        else:
-            anchor = current.detach()
-        return LossInput(current, anchor, behaviour, advantage), scores.entropy[keep]
+    def _train_critic(
+        self, critic: Critic, share: Share, micro: list[Packed], known: Known, targets: Tensor | None
+    ) -> float:
+        total = 0.0
+        for i, packed in enumerate(micro):
+            accumulate(critic.model, last=i == len(micro) - 1)
+            values: Tensor = critic.model(packed)
+            chosen, flat = self._chosen(share, packed)
+            scale = self._tensor(share.scale[packed.source[chosen.cpu().numpy()]].astype(np.float32))
+            error = self._value_loss(values[chosen], scale, flat, known, targets)
+            (error * self._world + 0.0 * values.sum()).backward()
+            total += float(error.detach())
+        self._update(critic.model, critic.optimizer)
+        return total
 
-    def _clip(self) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._config.learner.clip_norm)
+    def _value_loss(
+        self, values: Tensor, scale: Tensor, flat: NDArray[np.int64], known: Known, targets: Tensor | None
+    ) -> Tensor:
+        assert known.values is not None
+        assert targets is not None
+        at = self._tensor(flat)
+        clip = self._algorithm.value.clip
+        return (scale * losses.value_loss(values, known.values[at], targets[at], clip)).sum()
+
+    def _update(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+        """Clips the gradient and steps; returns its norm."""
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), self._config.learner.clip_norm)
         full = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         if not torch.isfinite(full):
             raise FloatingPointError(f"the gradient norm is {float(full)}; the weights are unchanged")
+        optimizer.step()
+        optimizer.zero_grad()
         return float(full)
+
+    # --- columns -----------------------------------------------------------------------------------------------
+
+    def _chosen(self, share: Share, packed: Packed) -> tuple[Tensor, NDArray[np.int64]]:
+        """Which of a micro-batch's sampled tokens may be trained on, and their places in the share."""
+        if _is_empty(packed):
+            return torch.zeros(packed.source.size, dtype=torch.bool, device=self._device), np.empty(0, np.int64)
+        flat = share.starts[packed.source] + packed.offset
+        keep = share.mask[flat]
+        return self._tensor(keep), flat[keep]
+
+    def _input(self, share: Share, packed: Packed, current: Tokens, chosen: Tensor, known: Known) -> LossInput:
+        """The trainable tokens of a micro-batch, of log-probs `current`, with all that the loss wants to know."""
+        keep = chosen.cpu().numpy()
+        source = packed.source[keep]
+        flat = share.starts[source] + packed.offset[keep]
+        at = self._tensor(flat)
+        behaviour = self._tensor(share.logprobs[flat])
+        return LossInput(
+            current=current,
+            proximal=self._anchor(current, behaviour, self._tensor(share.age[flat]), at, known),
+            behaviour=behaviour,
+            advantage=self._tensor(share.advantage[flat].astype(np.float32)),
+            scale=self._tensor(share.scale[source].astype(np.float32)),
+            sequences=Sequences(self._tensor(source), share.scale.size),
+            positive=self._tensor(share.positive[source]),
+            kept=None if known.kept is None else known.kept[at],
+            reference=None if known.reference is None else known.reference[at],
+        )
+
+    def _anchor(self, current: Tokens, behaviour: Tokens, age: Tensor, at: Tensor, known: Known) -> Tokens:
+        """The proximal policy's log-probs."""
+        match self._correction.proximal:
+            case "recompute" if known.logprobs is not None:
+                return known.logprobs[at]
+            case "loglinear":
+                return loglinear(behaviour, current, age)
+            case "behaviour":
+                return behaviour
+            case _:
+                return current.detach()
+
+    def _tensor(self, array: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
 
 
 def _empty() -> Packed:
     """A micro-batch that takes part in the collectives and contributes nothing; its source is -1."""
     segment = Segment(np.zeros(1, np.int64), [Member(-1, np.zeros(1, np.int64))])
     return pack([segment], tokens=2)[0]
+
+
+def _is_empty(packed: Packed) -> bool:
+    return bool(packed.source[0] < 0)

@@ -47,7 +47,7 @@ def tree(**sections: object) -> dict:
             "part of a chat",
         ),
         (tree(learner={"betas": [1.0, 0.9]}), "learner.betas[0]", "< 1"),
-        (tree(staleness={"correction": {"low": 3.0}}), "staleness.correction.low", "not below"),
+        (tree(staleness={"correction": {"name": "mis", "low": 3.0}}), "staleness.correction.low", "not below"),
     ],
 )
 def test_a_wrong_setting_names_field_value_and_remedy(broken: dict, field: str, why: str) -> None:

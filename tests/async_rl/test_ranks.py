@@ -5,6 +5,7 @@ Plain SGD with learning rate 1 turns the gradient into a difference of weights.
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -14,22 +15,27 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
-from async_rl.config import AlgorithmConfig, parse
+from async_rl.algorithms.config import AlgorithmConfig
+from async_rl.algorithms.presets import PRESETS
+from async_rl.config import parse
 from async_rl.learner import checkpoint
 from async_rl.learner.batch import Plan, plan, share
-from async_rl.learner.policy import load, shard
-from async_rl.learner.step import Stepper, learning_rate
+from async_rl.learner.models import build
+from async_rl.learner.policy import load
+from async_rl.learner.step import Critic, Stepper, learning_rate
 from buffers import messages as m
 
 LENGTHS = [3, 7, 1, 5, 9, 2, 4, 6]
 REWARDS = [1.0, 0.0, 0.0, 0.5, 0.2, 0.9, 0.3, 0.3]
 GROUPS = [0, 0, 0, 1, 1, 1, 2, 2]  # the last group has no gradient
 PROMPTS = [4, 6, 5]
+UNTRAINED = 1
+"""Place of a token in every response that may not be trained on."""
 
 
 def a_batch() -> m.Batch:
     rows = [
-        m.BatchRow(i, group, i, PROMPTS[group], length, length, reward)
+        m.BatchRow(i, group, i, PROMPTS[group], length, length - (length > UNTRAINED), reward)
         for i, (group, length, reward) in enumerate(zip(GROUPS, LENGTHS, REWARDS, strict=True))
     ]
     known = [[reward for reward, g in zip(REWARDS, GROUPS, strict=True) if g == group] for group in range(3)]
@@ -43,7 +49,7 @@ def fetched(rows: list[m.BatchRow]) -> m.SampleArrays:
     logprobs = [-4 + rng.normal(0, 1, row.length) for rng, row in zip(each, rows, strict=True)]
     groups = dict.fromkeys(row.group for row in rows)
     prompts = [np.random.default_rng(100 + group).integers(2, 250, PROMPTS[group]) for group in groups]
-    masks = [np.arange(row.length) != 1 for row in rows]
+    masks = [np.arange(row.length) != UNTRAINED for row in rows]
     empty = np.empty(0)
     return m.SampleArrays(
         tokens=np.concatenate([empty, *tokens]).astype(np.int32),
@@ -56,35 +62,48 @@ def fetched(rows: list[m.BatchRow]) -> m.SampleArrays:
 
 
 def steps(rank: int, world: int, model: Path, folder: Path) -> None:
-    """One step for each micro-batch size, each from the model as it is on disk."""
+    """One step for each preset and micro-batch size, each from the model as it is on disk."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/{world}", rank=rank, world_size=world)
-    for tokens in (4096, 1):
-        config = parse({"data": {"path": "x"}, "learner": {"micro_batch_tokens": tokens, "clip_norm": 1e9}})
-        policy = load(str(model), 1.0, torch.device("cpu"))
-        shard(policy, init_device_mesh("cpu", (world,)), torch.float32)
-        stepper = Stepper(policy, torch.optim.SGD(policy.parameters(), lr=1.0), config)
-        planned: Plan = plan(a_batch(), ranks=world, algorithm=AlgorithmConfig())
+    for preset, tokens in product(PRESETS, (4096, 1)):
+        learner = {"micro_batch_tokens": tokens, "clip_norm": 1e9, "dtype": "float32"}
+        config = parse({"data": {"path": "x"}, "learner": learner, "algorithm": {"preset": preset}})
+        models = build(config, str(model), init_device_mesh("cpu", (world,)), torch.device("cpu"))
+        policy, critic = models.policy, models.critic
+        if critic is not None:
+            critic = Critic(critic.model, torch.optim.SGD(critic.model.parameters(), lr=1.0))
+        stepper = Stepper(policy, torch.optim.SGD(policy.parameters(), lr=1.0), config, models.reference, critic)
+        planned: Plan = plan(a_batch(), ranks=world, algorithm=config.algorithm)
         rows = planned.rows[rank]
-        mine = share(rows, planned.advantages[rank], fetched(rows), np.zeros(sum(row.length for row in rows), np.int64))
-        stepper.step(mine, tokens=planned.tokens, rate=1.0)
+        ages = np.zeros(sum(row.length for row in rows), np.int64)
+        stepper.step(share(planned, rank, fetched(rows), ages, config), rate=1.0)
         weights = {name: tensor.clone() for name, tensor in checkpoint.full_tensors(policy)}
+        if critic is not None:
+            # The head begins at 0, so that the first gradient does not reach the trunk.
+            weights |= {f"critic {name}": whole(each) for name, each in critic.model.head.named_parameters()}
         if rank == 0:
-            torch.save(weights, folder / f"{world}-{tokens}.pt")
+            torch.save(weights, folder / f"{preset}-{world}-{tokens}.pt")
     dist.destroy_process_group()
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.detach().full_tensor()  # type: ignore[attr-defined]
 
 
 def test_gradients_do_not_depend_on_ranks_or_micro_batches(tiny_model: Path, tmp_path: Path) -> None:
     for world in (1, 2):
         mp.spawn(steps, (world, tiny_model, tmp_path), nprocs=world)
     before = dict(load(str(tiny_model), 1.0, torch.device("cpu")).model.named_parameters())
-    reference = torch.load(tmp_path / "1-4096.pt")
-    scale = max(float((reference[name] - before[name]).detach().abs().max()) for name in reference)
-    assert scale > 1e-4
-    for other in ("1-1", "2-4096", "2-1"):
-        weights = torch.load(tmp_path / f"{other}.pt")
-        for name in reference:
-            torch.testing.assert_close(weights[name], reference[name], atol=1e-5 * scale, rtol=1e-6)
+    for preset in PRESETS:
+        reference = torch.load(tmp_path / f"{preset}-1-4096.pt")
+        scale = max(float((reference[name] - before[name]).detach().abs().max()) for name in before)
+        if "critic weight" in reference:
+            assert float(reference["critic weight"].abs().max()) > 1e-4
+        assert scale > 1e-4, preset
+        for other in ("1-1", "2-4096", "2-1"):
+            weights = torch.load(tmp_path / f"{preset}-{other}.pt")
+            for name in reference:
+                torch.testing.assert_close(weights[name], reference[name], atol=1e-5 * scale, rtol=1e-6)
 
 
 def test_a_plan_keeps_groups_whole_and_counts_what_may_be_trained_on() -> None:
@@ -92,7 +111,7 @@ def test_a_plan_keeps_groups_whole_and_counts_what_may_be_trained_on() -> None:
     homes = [{row.group for row in rows} for rows in planned.rows]
     assert homes[0].isdisjoint(homes[1])
     assert homes[0] | homes[1] == {0, 1, 2}
-    assert planned.tokens == sum(LENGTHS)
+    assert planned.tokens == sum(length - (length > UNTRAINED) for length in LENGTHS)
     assert planned.gradient
     pairs = zip(planned.rows, planned.advantages, strict=True)
     flat = {row.ticket: value for rows, values in pairs for row, value in zip(rows, values, strict=True)}

@@ -1,0 +1,57 @@
+"""The models of a learner rank and their optimizers: the policy, and what its algorithm asks for beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from async_rl.config import Config, LearnerConfig
+from async_rl.learner.checkpoint import Part
+from async_rl.learner.logprobs import ENTROPY_EVERY
+from async_rl.learner.policy import Policy, load, load_value_model, shard, tied_names, value_head
+from async_rl.learner.step import Critic
+
+
+@dataclass(frozen=True)
+class Models:
+    """All sharded over the same ranks. `reference` is frozen; `tied` are the policy's tied tensors (`tied_names`)."""
+
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    reference: Policy | None
+    critic: Critic | None
+    tied: list[str]
+
+    def parts(self) -> dict[str, Part]:
+        """What a checkpoint holds."""
+        critic = {"value": Part(self.critic.model, self.critic.optimizer)} if self.critic is not None else {}
+        return {"policy": Part(self.policy, self.optimizer), **critic}
+
+
+def build(config: Config, path: str, mesh: DeviceMesh, device: torch.device) -> Models:
+    """Every model begins as the one of the resolved `path`."""
+    algorithm, temperature = config.algorithm, config.rollout.temperature
+    dtype: torch.dtype = getattr(torch, config.learner.dtype)
+    policy = load(path, temperature, device, entropy_every=1 if algorithm.entropy else ENTROPY_EVERY)
+    tied = tied_names(policy.model)
+    if algorithm.critic and algorithm.value.trunk == "shared":
+        policy.value_head = value_head(policy.model)
+    shard(policy, mesh, dtype)
+    reference = critic = None
+    if algorithm.kl.coefficient:
+        reference = load(path, temperature, device).requires_grad_(requires_grad=False)
+        shard(reference, mesh, dtype)
+    if algorithm.critic and algorithm.value.trunk == "own":
+        value = load_value_model(path, device)
+        shard(value, mesh, dtype)
+        critic = Critic(value, adamw(value.parameters(), config.learner, algorithm.value.learning_rate))
+    optimizer = adamw(policy.parameters(), config.learner, config.learner.learning_rate)
+    return Models(policy, optimizer, reference, critic, tied)
+
+
+def adamw(parameters: Iterable[nn.Parameter], learner: LearnerConfig, rate: float) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, lr=rate, betas=learner.betas, weight_decay=learner.weight_decay, fused=True)

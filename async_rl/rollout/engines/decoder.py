@@ -1,0 +1,205 @@
+"""Continuous batching on a transformers model, one step at a time: no threads, no event loop.
+
+A step admits waiting requests into free slots (prompts of equal length together), then decodes all slots together. KV
+lives in one tensor per layer, a row per slot.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import Cache
+
+from async_rl.errors import RequestRefused
+from async_rl.rollout.engines.protocol import Delta, Request
+from async_rl.weights.manifest import check_names
+
+
+class SlotCache(Cache):
+    """KV of all slots; `rows` and `at` say which slots a forward pass writes, and where."""
+
+    def __init__(self, layers: int, slots: int, heads: int, length: int, width: int, dtype: torch.dtype) -> None:
+        super().__init__(layers=[])
+        shape = (slots, heads, length, width)
+        self._keys = [torch.zeros(shape, dtype=dtype) for _ in range(layers)]
+        self._values = [torch.zeros(shape, dtype=dtype) for _ in range(layers)]
+        self._rows = torch.zeros(0, dtype=torch.long)
+        self._at = torch.zeros(0, 0, dtype=torch.long)
+
+    def aim(self, rows: Tensor, at: Tensor) -> None:
+        """The next pass holds tokens of slots `rows` (batch,) at positions `at` (batch, new)."""
+        self._rows, self._at = rows, at
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Stores (batch, heads, new, width) and returns the slots' KV up to the longest of them."""
+        rows, at = self._rows, self._at
+        self._keys[layer][rows[:, None], :, at] = keys.transpose(1, 2)
+        self._values[layer][rows[:, None], :, at] = values.transpose(1, 2)
+        longest = int(at.max()) + 1
+        return self._keys[layer][rows, :, :longest], self._values[layer][rows, :, :longest]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return int(self._at.min()) if self._at.numel() else 0
+
+
+@dataclass(eq=False)
+class Running:
+    """A request that has been submitted. `dropped`: whoever asked for it does not want it any more."""
+
+    request: Request
+    slot: int = -1
+    length: int = 0
+    tokens: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    generator: torch.Generator | None = None
+    dropped: bool = False
+
+
+Stepped = list[tuple[Running, Delta]]
+
+
+class Decoder:
+    """decoder = Decoder(path, slots=64, length=512, temperature=1.0, dtype=torch.float32, seed=0)
+    running = decoder.submit(request)
+    while decoder.busy: for running, delta in decoder.step(): ...
+    decoder.load(tensors, version)  # between two steps; running requests keep their KV
+    """
+
+    def __init__(
+        self, path: str, *, slots: int, length: int, temperature: float, dtype: torch.dtype, seed: int
+    ) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+        config = self._model.config
+        self.length = min(length, config.max_position_embeddings)
+        self.version = 0
+        self._temperature = temperature
+        self._names = {name for name, _ in self._model.named_parameters()}
+        stops = self._model.generation_config.eos_token_id
+        self._stops = set(stops if isinstance(stops, list) else [stops])
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._cache = SlotCache(config.num_hidden_layers, slots, config.num_key_value_heads, self.length, width, dtype)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._waiting: deque[Running] = deque()
+        self._running: dict[int, Running] = {}
+        self._free = list(range(slots))
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    def check(self, request: Request) -> None:
+        """Raises `RequestRefused` for a request that can never succeed."""
+        if len(request.prompt) + request.max_tokens > self.length:
+            raise RequestRefused(
+                f"a prompt of {len(request.prompt)} tokens and {request.max_tokens} new ones exceed the engine's "
+                f"{self.length}"
+            )
+
+    def submit(self, request: Request) -> Running:
+        running = Running(request)
+        if request.seed is not None:
+            running.generator = torch.Generator().manual_seed(request.seed)
+        self._waiting.append(running)
+        return running
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """New weights, complete and under the model's own names."""
+        published = dict(tensors)
+        check_names(set(published), self._names)
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                parameter.copy_(published[name])
+        self.version = version
+
+    def score(self, tokens: list[int]) -> list[float]:
+        """Log-probs at temperature 1 of `tokens[1:]`, each given all before it."""
+        ids = torch.tensor(tokens)
+        with torch.inference_mode():
+            logprobs = self._model(ids[None]).logits[0, :-1].float().log_softmax(-1)
+        return logprobs.gather(-1, ids[1:, None])[:, 0].tolist()
+
+    # --- steps -------------------------------------------------------------------------------------------------
+
+    def step(self) -> Stepped:
+        """At most two tokens for each request: one after its prompt, one more with all others."""
+        with torch.inference_mode():
+            for running in [running for running in self._running.values() if running.dropped]:
+                self._leave(running)
+            out: Stepped = []
+            admitted = sorted(self._admit(), key=lambda running: len(running.request.prompt))
+            for _, together in groupby(admitted, key=lambda running: len(running.request.prompt)):
+                batch = list(together)
+                out += self._advance(batch, torch.tensor([running.request.prompt for running in batch]))
+            decoding = list(self._running.values())
+            if decoding:
+                out += self._advance(decoding, torch.tensor([[running.tokens[-1]] for running in decoding]))
+            return out
+
+    def _admit(self) -> list[Running]:
+        admitted: list[Running] = []
+        while self._waiting and self._free:
+            running = self._waiting.popleft()
+            if not running.dropped:
+                running.slot = self._free.pop()
+                self._running[running.slot] = running
+                admitted.append(running)
+        return admitted
+
+    def _advance(self, batch: list[Running], tokens: Tensor) -> Stepped:
+        """One forward pass over `tokens` (batch, new), then one sampled token for each."""
+        new = tokens.shape[1]
+        at = torch.tensor([running.length for running in batch])[:, None] + torch.arange(new)
+        self._cache.aim(torch.tensor([running.slot for running in batch]), at)
+        mask = (torch.arange(int(at.max()) + 1) <= at[..., None])[:, None]
+        logits = self._model(
+            tokens, position_ids=at, attention_mask=mask, past_key_values=self._cache, use_cache=True, logits_to_keep=1
+        ).logits[:, -1]
+        logprobs = (logits.float() / self._temperature).log_softmax(-1)
+        chosen = self._sample(batch, logprobs)
+        taken = zip(batch, chosen.tolist(), logprobs.gather(-1, chosen[:, None])[:, 0].tolist(), strict=True)
+        return [(running, self._take(running, token, logprob, new)) for running, token, logprob in taken]
+
+    def _sample(self, batch: list[Running], logprobs: Tensor) -> Tensor:
+        probabilities = logprobs.exp()
+        chosen = torch.multinomial(probabilities, 1, generator=self._generator)[:, 0]
+        for row, running in enumerate(batch):
+            if running.request.greedy:
+                chosen[row] = logprobs[row].argmax()
+            elif running.generator is not None:
+                chosen[row] = torch.multinomial(probabilities[row], 1, generator=running.generator)[0]
+        return chosen
+
+    def _take(self, running: Running, token: int, logprob: float, new: int) -> Delta:
+        running.length += new
+        running.tokens.append(token)
+        running.versions.append(self.version)
+        reason = None
+        if token in self._stops:
+            reason = "stop"
+        elif len(running.versions) >= running.request.max_tokens:
+            reason = "length"
+        if reason is not None:
+            self._leave(running)
+        spans = _spans(running.versions) if reason is not None else None
+        return Delta([token], [logprob], [self.version], reason, spans)
+
+    def _leave(self, running: Running) -> None:
+        self._free.append(running.slot)
+        del self._running[running.slot]
+
+
+def _spans(versions: list[int]) -> list[tuple[int, int, int]]:
+    out: list[tuple[int, int, int]] = []
+    at = 0
+    for version, run in groupby(versions):
+        size = len(list(run))
+        out.append((version, at, at + size))
+        at += size
+    return out
