@@ -25,9 +25,9 @@ from async_rl.buffer_process import settings
 from async_rl.config import Config
 from async_rl.data.prompts import order
 from async_rl.learner import checkpoint
-from async_rl.learner.batch import plan, share
+from async_rl.learner.batch import Plan, Share, plan, share
 from async_rl.learner.models import build
-from async_rl.learner.report import StepReport, report
+from async_rl.learner.report import StepReport, controlled, report
 from async_rl.learner.step import Stepper, learning_rate
 from async_rl.rollout.engines.decoder import Decoder, Running
 from async_rl.rollout.engines.protocol import Delta, Request
@@ -37,10 +37,12 @@ from async_rl.tracking.metrics import Record
 from buffers import messages as m
 from buffers.core import Core
 from buffers.store import Send
+from staleness.controller import Control
 from staleness.versions import INJECTED
 from staleness.versions import pack as pack_version
 
 Reward = Callable[[str, dict[str, Any]], float]
+Observer = Callable[[Plan, Share], None]
 
 
 @dataclass
@@ -55,6 +57,8 @@ class Lockstep:
     """with one_rank(): for record in Lockstep(config, path, problems, reward).run(): ...
 
     `ticks` is the number of decoding steps between two learner steps; None generates all that may be generated.
+    `observe` sees each batch before it is trained on. `rate` gives the learning rate of each step, in place of the
+    configured one.
     """
 
     def __init__(
@@ -65,24 +69,25 @@ class Lockstep:
         reward: Reward,
         *,
         ticks: int | None = None,
+        observe: Observer | None = None,
+        rate: Callable[[int], float] | None = None,
     ) -> None:
         self.config, self.problems, self.reward, self.ticks = config, problems, reward, ticks
+        self.observe = observe
+        learner = config.learner
+        self.rate = rate or (lambda step: learning_rate(learner.learning_rate, learner.warmup_steps, step))
+        self.ended: list[int] = []
+        """Tickets in the order in which they ended."""
         self.step = 0
+        self.control = Control(config.staleness.max_staleness)
         self.core = Core(msgspec.structs.replace(settings(config), retain=False))
         self.tokenizer = tokenizer_of(path)
         device = torch.device("cpu")
         self.models = build(config, path, init_device_mesh("cpu", (1,)), device)
         models = self.models
         self.stepper = Stepper(models.policy, models.optimizer, config, models.reference, models.critic)
-        longest = max(len(problem.tokens) for problem in problems) + config.rollout.max_tokens
-        self.decoder = Decoder(
-            path,
-            slots=config.rollout.slots,
-            length=longest,
-            temperature=config.rollout.temperature,
-            dtype=getattr(torch, config.rollout.dtype),
-            seed=config.seed,
-        )
+        self._path = path
+        self.decoder = self._decoder(problems, config.rollout.slots, config.seed)
         self.streamer = Streamer(chunk_tokens=config.rollout.chunk_tokens, flush_s=float("inf"))
         self._order = order(len(problems), seed=config.seed, shuffle=config.data.shuffle)
         self._running: dict[Running, m.Ticket] = {}
@@ -105,17 +110,28 @@ class Lockstep:
                 raise RuntimeError(f"no batch can come at step {self.step}: {self.core.stats()}")
             yield self._learn(self._batch, perf_counter() - begun)
 
-    def sample(self, problems: Sequence[Problem], *, greedy: bool = True) -> list[str]:
-        """Responses by the weights of now, once nothing else is being generated."""
-        assert not self._running
+    def sample(self, problems: Sequence[Problem], *, greedy: bool = False, seed: int = 0) -> list[str]:
+        """Responses by the weights of now, apart from what is being generated."""
+        decoder = self._decoder(problems, len(problems), seed)
+        decoder.load(checkpoint.full_tensors(self.models.policy), 0)
         budget = self.config.rollout.max_tokens
         asked = [
-            self.decoder.submit(Request(str(i), problem.tokens, budget, greedy=greedy))
-            for i, problem in enumerate(problems)
+            decoder.submit(Request(str(i), problem.tokens, budget, greedy=greedy)) for i, problem in enumerate(problems)
         ]
-        while self.decoder.busy:
-            self.decoder.step()
+        while decoder.busy:
+            decoder.step()
         return [self._text(running.tokens) for running in asked]
+
+    def _decoder(self, problems: Sequence[Problem], slots: int, seed: int) -> Decoder:
+        rollout = self.config.rollout
+        return Decoder(
+            self._path,
+            slots=slots,
+            length=max(len(problem.tokens) for problem in problems) + rollout.max_tokens,
+            temperature=rollout.temperature,
+            dtype=getattr(torch, rollout.dtype),
+            seed=seed,
+        )
 
     # --- the core's peers --------------------------------------------------------------------------------------
 
@@ -180,6 +196,7 @@ class Lockstep:
 
     def _outcome(self, running: Running, delta: Delta) -> m.Outcome:
         ticket = self._running.pop(running)
+        self.ended.append(ticket.id)
         self.streamer.drop(ticket.id)
         tokens = ticket.prefix + running.tokens
         reward = self.reward(self._text(tokens), msgspec.json.decode(ticket.row))
@@ -191,23 +208,30 @@ class Lockstep:
     # --- learning ----------------------------------------------------------------------------------------------
 
     def _learn(self, batch: m.Batch, waited: float) -> Record:
-        begun, learner = perf_counter(), self.config.learner
+        begun = perf_counter()
         planned = plan(batch, ranks=1, algorithm=self.config.algorithm)
         fetched = self.core.handle("rank0", m.Fetch(batch.lease, [row.ticket for row in planned.rows[0]]))
         arrays = m.SampleArrays.from_frames([bytes(frame) for frame in fetched[0].frames])
         mine = share(planned, 0, arrays, self._ages(arrays), self.config)
+        if self.observe is not None:
+            self.observe(planned, mine)
         result = None
         if planned.gradient:
-            result = self.stepper.step(mine, rate=learning_rate(learner.learning_rate, learner.warmup_steps, self.step))
+            result = self.stepper.step(mine, rate=self.rate(self.step) * self.control.scale)
         self.step += 1
         self._batch = None
         version = pack_version(0, self.step)
         if result is not None:
             self.decoder.load(checkpoint.full_tensors(self.models.policy), version)
         self.decoder.version = version
-        self._tell("rank0", m.Commit(batch.lease, version, changed=result is not None))
+        found = [] if result is None else [result.log_ratio]
+        self.control = controlled(self.control, found, self.config.staleness)
+        effective = self.control.eta if self.config.staleness.controller.target_ess else None
+        self._tell("rank0", m.Commit(batch.lease, version, result is not None, effective))
         times = {"wait_s": waited, "train_s": perf_counter() - begun}
-        return {"step": self.step, **report(planned, batch, [StepReport.of(mine, result)], self.config, times)}
+        line = report(planned, batch, [StepReport.of(mine, result)], self.config, times)
+        line |= {"effective_max_staleness": self.control.eta, "rate_scale": self.control.scale}
+        return {"step": self.step, **line}
 
     def _ages(self, arrays: m.SampleArrays) -> NDArray[np.int64]:
         versions = arrays.versions

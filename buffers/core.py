@@ -268,6 +268,7 @@ class Core:
     def _commit(self, peer: str, commit: m.Commit) -> None:
         if not self.offering.commit(peer, commit):
             return
+        self.store.eta = commit.max_staleness
         self._announce(commit.version, changed=commit.changed)
         done = m.Committed(commit.lease, self.cursor(), commit.request)
         self.offering.committed = done

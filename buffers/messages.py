@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
-from msgspec import Struct
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from buffers.errors import ProtocolError
@@ -134,6 +134,8 @@ class Commit(Message, frozen=True):
     lease: int
     version: int
     changed: bool = True
+    max_staleness: Annotated[int, Meta(ge=0)] | None = None
+    """Smaller bound for what may start from now on. None: as configured."""
     request: int = 0
 
 

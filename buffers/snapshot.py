@@ -23,7 +23,7 @@ from buffers.records import Group, Lease, Settings, State, Trajectory, Worker
 from buffers.store import Tally
 from staleness.versions import Lineage
 
-FORMAT = 1
+FORMAT = 2
 """Grows with every change of what is stored or of what the core decides: a replay decides again."""
 
 
@@ -82,6 +82,7 @@ class Snapshot(Struct, frozen=True, tag="Snapshot", tag_field="type"):
     forks: list[int]
     version: int | None
     suspended: bool
+    eta: int | None
     counts: dict[str, int]
     tally: dict[str, Any]
     usage: dict[str, tuple[float, float]]
@@ -129,6 +130,7 @@ def pieces(core: Core) -> tuple[Snapshot, list[list[memoryview]]]:
         forks=list(store.lineage.forks),
         version=store.version,
         suspended=store.suspended,
+        eta=store.eta,
         counts={str(state): count for state, count in store.counts.items()},
         tally=asdict(store.tally),
         usage=store.usage,
@@ -205,6 +207,7 @@ def restore(snapshot: Snapshot, frames: Sequence[bytes | memoryview], settings: 
     store.lineage = Lineage(tuple(snapshot.forks))
     store.version = snapshot.version
     store.suspended = snapshot.suspended
+    store.eta = snapshot.eta
     store.counts.update({state: snapshot.counts[state] for state in store.counts})
     store.tally = Tally(**snapshot.tally)
     store.usage = dict(snapshot.usage)

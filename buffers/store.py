@@ -60,6 +60,8 @@ class Store:
         self.pool = Pool(settings.limit, settings.max_tokens)
         self.lineage = Lineage()
         self.version: int | None = None
+        self.eta: int | None = None
+        """Bound that the learner has asked for, below the configured one."""
         self.suspended = False
         """A new life has begun and its learner has published nothing."""
         self.trajectories: dict[int, Trajectory] = {}
@@ -83,7 +85,10 @@ class Store:
     def admissible_groups(self) -> int:
         if self.version is None or self.suspended:
             return 0
-        return bounds.admissible_groups(in_flight=self.in_flight, group=self.settings.group, limit=self.settings.limit)
+        settings = self.settings
+        eta = settings.max_staleness if self.eta is None else min(self.eta, settings.max_staleness)
+        limit = bounds.capacity(max_staleness=eta, batch=settings.batch, slack=settings.slack)
+        return bounds.admissible_groups(in_flight=self.in_flight, group=settings.group, limit=limit)
 
     def age(self, version: int) -> int:
         """Learner steps from `version` to the newest one."""

@@ -67,6 +67,13 @@ class CorrectionConfig(Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
+class ControllerConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Less staleness while the effective sample size is low; see `staleness/controller.py`."""
+
+    target_ess: Annotated[float, Meta(gt=0, lt=1)] | None = None
+    """Effective sample size, a share of 1, below which the effective bound falls. None: off."""
+
+
 class StalenessConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """How old a token may be when it is trained on, and what is done about the difference."""
 
@@ -77,3 +84,5 @@ class StalenessConfig(Struct, frozen=True, forbid_unknown_fields=True):
     for old groups, so that there are none."""
     correction: CorrectionConfig = CorrectionConfig(cap=5.0)
     """Importance correction."""
+    controller: ControllerConfig = ControllerConfig()
+    """Adapts the effective bound, inside `max_staleness`, and the learning rate."""

@@ -24,13 +24,14 @@ from async_rl.learner.batch import Plan, Share, plan, share
 from async_rl.learner.models import build
 from async_rl.learner.packing import Member, Segment, pack
 from async_rl.learner.policy import accumulate, reshard
-from async_rl.learner.report import StepReport, report
+from async_rl.learner.report import StepReport, controlled, report
 from async_rl.learner.step import Stepper, StepResult, learning_rate
 from async_rl.tracking.metrics import MetricsWriter
 from async_rl.tracking.timeline import Timeline
 from async_rl.weights.manifest import Probe
 from async_rl.weights.publisher import Publisher
 from buffers import messages as m
+from staleness.controller import Control
 from staleness.versions import INJECTED
 from staleness.versions import pack as pack_version
 
@@ -54,6 +55,7 @@ class Learner:
         self.prompts = Prompts.read(run.folder / "prompts.npz")
         self.lineage = state.lineage(run.folder)
         self.step, self.cursor = self._restore()
+        self.control = Control(self.config.staleness.max_staleness)
         models = self.models
         self.stepper = Stepper(models.policy, models.optimizer, self.config, models.reference, models.critic)
         self.client = process.client(run.folder, run.config, run.name, "learner")
@@ -118,7 +120,7 @@ class Learner:
     def _train(self, planned: Plan, mine: Share) -> StepResult:
         learner = self.config.learner
         with self.timeline.span(f"train step {self.step}", busy=True):
-            rate = learning_rate(learner.learning_rate, learner.warmup_steps, self.step)
+            rate = learning_rate(learner.learning_rate, learner.warmup_steps, self.step) * self.control.scale
             return self.stepper.step(mine, rate=rate)
 
     def _publish(self) -> None:
@@ -155,9 +157,13 @@ class Learner:
 
     def _commit(self, planned: Plan, *, changed: bool) -> None:
         if self.rank == 0:
-            reply = self.client.ask(m.Commit(planned.lease, self.version, changed), m.Committed)
+            commit = m.Commit(planned.lease, self.version, changed, self._effective_bound())
+            reply = self.client.ask(commit, m.Committed)
             assert reply is not None
             self.cursor = reply.cursor
+
+    def _effective_bound(self) -> int | None:
+        return self.control.eta if self.config.staleness.controller.target_ess else None
 
     def _tell(self, message: m.Published | m.Checkpointed) -> None:
         if self.rank == 0:
@@ -206,9 +212,12 @@ class Learner:
     ) -> None:
         shares = [None] * self.world
         dist.all_gather_object(shares, StepReport.of(mine, result))
+        found = [part.result.log_ratio for part in shares if part is not None and part.result is not None]
+        self.control = controlled(self.control, found, self.config.staleness)
         if batch is not None:
             times = {"wait_s": started - waited, "train_s": trained - started, "publish_s": published - trained}
             line = report(planned, batch, [part for part in shares if part], self.config, times)
+            line |= {"effective_max_staleness": self.control.eta, "rate_scale": self.control.scale}
             self.metrics.write({"step": self.step, "time": published, **line})
 
     def _wire_dtype(self) -> torch.dtype:

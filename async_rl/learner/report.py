@@ -13,6 +13,8 @@ from async_rl.learner.step import StepResult
 from async_rl.tracking.metrics import Record
 from buffers.messages import Batch
 from staleness import monitor
+from staleness.config import StalenessConfig
+from staleness.controller import Control, decide
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,15 @@ class StepReport:
     def of(cls, share: Share, result: StepResult | None) -> StepReport:
         members = sum(len(segment.members) for segment in share.segments()) if result is not None else 0
         return cls(share.age[share.mask], members, result)
+
+
+def controlled(control: Control, log_ratios: list[NDArray[np.float32]], staleness: StalenessConfig) -> Control:
+    """What the controller makes of a step's log-ratios, those of all ranks; as it was if there is no controller."""
+    target = staleness.controller.target_ess
+    if target is None or not log_ratios:
+        return control
+    ess = monitor.ratio_summary(np.concatenate(log_ratios)).get("ess", float("nan"))
+    return decide(control, ess, target=target, most=staleness.max_staleness)
 
 
 def report(plan: Plan, batch: Batch, parts: list[StepReport], config: Config, times: dict[str, float]) -> Record:

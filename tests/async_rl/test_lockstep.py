@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -56,3 +57,22 @@ def test_every_preset_trains_three_steps(preset: str, tiny_model: Path) -> None:
     lockstep.core.check()
     if preset in ("ppo", "vtrace"):
         assert records[0]["value_loss"] > 0
+
+
+def test_the_controller_lowers_what_may_start_and_lets_it_rise_again(tiny_model: Path) -> None:
+    """Under a rate that moves the policy fast the bound falls, and with it the age of what is trained; when the policy
+    stands still the bound comes back to the configured one."""
+    target, fast = 0.9, 40
+    config = config_of("grpo", staleness={"max_staleness": 6, "controller": {"target_ess": target}})
+    config = msgspec.structs.replace(config, steps=130)
+    with one_rank():
+        lockstep = Lockstep(config, str(tiny_model), PROBLEMS, letters, rate=lambda step: 3e-3 if step < fast else 1e-6)
+        records = list(lockstep.run())
+    etas = [record["effective_max_staleness"] for record in records]
+    assert max(etas) <= 6
+    assert min(etas[:fast]) <= 1
+    assert min(record["age_mean"] for record in records[10:60]) <= 2
+    assert min(record["rate_scale"] for record in records[:fast]) < 0.9
+    assert etas[-1] == 6
+    assert records[-1]["rate_scale"] == 1.0
+    assert np.mean([record["ess"] for record in records[-40:]]) > target

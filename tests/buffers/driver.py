@@ -102,6 +102,6 @@ class Driver:
         out = self.send("rank0", m.Take(self.version if version is None else version))
         return next((send.message for send in out if isinstance(send.message, m.Batch)), None)
 
-    def commit(self, batch: m.Batch) -> None:
+    def commit(self, batch: m.Batch, max_staleness: int | None = None) -> None:
         self.version += 1
-        self.send("rank0", m.Commit(batch.lease, self.version))
+        self.send("rank0", m.Commit(batch.lease, self.version, max_staleness=max_staleness))

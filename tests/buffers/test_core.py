@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffers import messages as m
+from buffers import snapshot
 from buffers.errors import ProtocolError
 from tests.buffers.driver import Driver, chunks, prompt
 
@@ -380,6 +381,26 @@ def test_a_take_waits_and_is_answered_when_the_batch_is_complete() -> None:
         driver.core.handle("another", m.Take(0))
     driver.finish_all()
     assert len(sent(driver, m.Batch)) == 1
+
+
+def test_a_commit_may_lower_the_bound_for_what_starts_and_lift_it_again() -> None:
+    """Two batches in flight at a bound of 1, one at 0, through a snapshot too; never more than configured."""
+    driver = Driver(batch=4, group=2, max_staleness=1)
+
+    def step(bound: int | None) -> int:
+        driver.feed()
+        driver.finish_all()
+        batch = driver.take()
+        assert batch is not None
+        driver.commit(batch, bound)
+        driver.core = snapshot.restore(*snapshot.take(driver.core))
+        driver.feed()
+        return driver.core.stats().in_flight
+
+    assert step(0) == 4
+    assert step(0) == 4
+    assert step(None) == 8
+    assert step(5) == 8
 
 
 def test_a_lease_is_committed_once() -> None:
