@@ -22,6 +22,8 @@ def settings(config: Config) -> Settings:
         deadline_versions=buffer.groups.deadline_versions,
         min_group=buffer.groups.min_group,
         on_failed=buffer.groups.on_failed,
+        dynamic_sampling=buffer.groups.dynamic_sampling,
+        max_consecutive_filtered=buffer.groups.max_consecutive_filtered,
         max_attempts=buffer.max_attempts,
         max_consecutive_failed_groups=buffer.max_consecutive_failed_groups,
         sampler=buffer.sampler.name,

@@ -20,6 +20,7 @@ from msgspec import Meta, Struct
 from async_rl.algorithms import presets
 from async_rl.algorithms.config import COMPARING, AlgorithmConfig, conflict, form
 from async_rl.errors import ConfigError
+from async_rl.rewards.config import RewardConfig
 from buffers import keys
 from buffers.config import BufferConfig
 from buffers.errors import KeysError
@@ -73,19 +74,6 @@ class DataConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Allow a data set smaller than one batch, so that a batch holds a prompt more than once."""
     max_prompt_tokens: PositiveInt = 1024
     """Longest prompt in tokens; a longer one is refused before the start."""
-
-
-class RewardConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a response is worth."""
-
-    function: str = "reasoning_gym"
-    """`module:function`, called as `function(response: str, row: dict) -> float`, or `reasoning_gym`."""
-    time_limit_s: PositiveFloat = 10.0
-    """Seconds after which the process of a reward is killed."""
-    on_error: Literal["drop", "fail"] = "drop"
-    """A reward that raises or times out: `drop` the trajectory as failed, or `fail` the run."""
-    processes: PositiveInt = 1
-    """Reward processes per rollout worker."""
 
 
 class RolloutConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -283,6 +271,12 @@ def check(config: Config) -> None:
             "buffer.group_size", 1, "advantages compare the members of a group, so a group of one never trains",
             "Use at least 2, or an advantage that compares nobody: gae, vtrace, reinforce++, rloo",
         )  # fmt: skip
+    if buffer.groups.dynamic_sampling and buffer.groups.policy == "split":
+        raise ConfigError(
+            "buffer.groups.dynamic_sampling", True,
+            "whether all rewards are equal is known when the whole group has ended, and split offers members before",
+            "Use buffer.groups.policy: whole",
+        )  # fmt: skip
     window = bounds.capacity(max_staleness=config.staleness.max_staleness, batch=buffer.batch_size, slack=buffer.slack)
     if window > MAX_ROWS:
         raise ConfigError(
@@ -343,18 +337,29 @@ def check(config: Config) -> None:
             "data.path", config.data.path, "exactly one of data.path and data.task says where prompts come from",
             "Set data.path to a file, or data.task.name to a reasoning-gym task",
         )  # fmt: skip
-    if config.reward.function == "reasoning_gym" and config.data.task is None:
+    paths = {"reward.function": config.reward.function}
+    paths |= {f"reward.others.{name}.function": other.function for name, other in config.reward.others.items()}
+    for path, function in paths.items():
+        _check_reward(path, function, config)
+    clip = config.reward.clip
+    if clip is not None and clip[0] >= clip[1]:
+        raise ConfigError("reward.clip", clip, "the lowest sum is not below the highest", "Write [lowest, highest]")
+    if "reward" in config.reward.others:
         raise ConfigError(
-            "reward.function", config.reward.function, "its scorer belongs to a reasoning-gym task, and there is none",
-            "Set data.task, or reward.function to your own module:function",
-        )  # fmt: skip
-    if not re.fullmatch(r"reasoning_gym|[\w.]+:\w+", config.reward.function):
-        raise ConfigError(
-            "reward.function", config.reward.function, "not of the form module:function",
-            "Write for example my_rewards:exact_match",
-        )  # fmt: skip
+            "reward.others", "reward", "that is the name of reward.function itself", "Choose another name"
+        )
     if not re.fullmatch(r"\w[\w.\-]{0,99}", config.name):
         raise ConfigError("name", config.name, "it names a folder", "Use up to 100 letters, digits, '.', '_' and '-'")
+
+
+def _check_reward(path: str, function: str, config: Config) -> None:
+    if function == "reasoning_gym" and config.data.task is None:
+        raise ConfigError(
+            path, function, "its scorer belongs to a reasoning-gym task, and there is none",
+            "Set data.task, or reward.function to your own module:function",
+        )  # fmt: skip
+    if not re.fullmatch(r"reasoning_gym|[\w.]+:\w+", function):
+        raise ConfigError(path, function, "not of the form module:function", "Write for example my_rewards:exact_match")
 
 
 def notes(config: Config) -> list[str]:

@@ -32,6 +32,7 @@ from async_rl.learner.step import Stepper, learning_rate
 from async_rl.rollout.engines.decoder import Decoder, Running
 from async_rl.rollout.engines.protocol import Delta, Request
 from async_rl.rollout.streamer import Streamer
+from async_rl.rollout.worker import rewarded
 from async_rl.tokenizer import tokenizer_of
 from async_rl.tracking.metrics import Record
 from buffers import messages as m
@@ -200,7 +201,8 @@ class Lockstep:
         self.streamer.drop(ticket.id)
         tokens = ticket.prefix + running.tokens
         reward = self.reward(self._text(tokens), msgspec.json.decode(ticket.row))
-        return m.Outcome(ticket.id, ticket.attempt, len(tokens), "finished", delta.finish_reason or "", reward)
+        outcome = m.Outcome(ticket.id, ticket.attempt, len(tokens), "finished", delta.finish_reason or "")
+        return rewarded(outcome, [reward], self.config)
 
     def _text(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)

@@ -25,6 +25,11 @@ class GroupConfig(Struct, frozen=True, forbid_unknown_fields=True):
     on_failed: OnFailed = "replace"
     """A failed member is generated anew (`replace`, `buffer.max_attempts` tickets in all), left out (`shrink`), or ends
     its group (`fail_group`)."""
+    dynamic_sampling: bool = False
+    """A group whose rewards are all equal, from which a comparison learns nothing, is cancelled as it ends, and another
+    prompt takes its place (DAPO)."""
+    max_consecutive_filtered: Annotated[int, Meta(ge=1)] = 256
+    """The run ends after this many such groups in a row."""
 
 
 class SamplerConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -187,6 +187,7 @@ class Core:
             status, error = "failed", f"the reward is {outcome.reward}"
         if status == "finished":
             trajectory.reward = outcome.reward
+            trajectory.parts = outcome.parts
             trajectory.finish_reason = outcome.finish_reason
             self.issuing.release(trajectory)
             store.pool.seal(trajectory.ticket)
@@ -218,7 +219,11 @@ class Core:
             self.issuing.cancel_running(group)
         if decision in ("offer", "cut"):
             self.store.tally.failed_in_a_row = 0
-            self.offering.refresh(group)
+            if self.settings.dynamic_sampling and groups.uninformative(group):
+                self._filter(group)
+            else:
+                self.store.tally.filtered_in_a_row = 0
+                self.offering.refresh(group)
 
     def _fail(self, group: Group) -> None:
         """The group is not trained on, and counts towards the end of the run."""
@@ -228,6 +233,19 @@ class Core:
         tally.failed_in_a_row += 1
         if tally.failed_in_a_row >= self.settings.max_consecutive_failed_groups and self.store.feeder is not None:
             reason = f"{tally.failed_in_a_row} groups in a row failed entirely; the last error: {tally.last_error}"
+            self.store.send(self.store.feeder, m.Fatal(reason, self.store.stats()))
+
+    def _filter(self, group: Group) -> None:
+        """The group's rewards are all equal: another takes its place."""
+        self._drop(group, "cancelled")
+        tally = self.store.tally
+        tally.filtered_groups += 1
+        tally.filtered_in_a_row += 1
+        if tally.filtered_in_a_row >= self.settings.max_consecutive_filtered and self.store.feeder is not None:
+            reason = (
+                f"{tally.filtered_in_a_row} groups in a row had equal rewards, and dynamic sampling leaves those out: "
+                "the task is too hard, too easy, or learnt"
+            )
             self.store.send(self.store.feeder, m.Fatal(reason, self.store.stats()))
 
     def _give_up(self, serial: int) -> None:

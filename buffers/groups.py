@@ -30,3 +30,8 @@ def verdict(group: Group, settings: Settings, steps_since_issue: int) -> Verdict
 def replaceable(group: Group, member: int, settings: Settings) -> bool:
     """Whether a failed member's slot gets another ticket."""
     return settings.on_failed == "replace" and group.tickets_of[member] < settings.max_attempts
+
+
+def uninformative(group: Group) -> bool:
+    """Whether a comparison of the group's members says nothing: all rewards are equal."""
+    return len(set(group.rewards)) < 2

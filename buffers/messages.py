@@ -87,6 +87,8 @@ class Outcome(Struct, frozen=True):
     reward: float | None = None
     error: str = ""
     span_mismatch: bool = False
+    parts: list[float] = []
+    """What the reward was made of, if it is not the reward itself."""
 
 
 class Outcomes(Message, frozen=True):
@@ -268,6 +270,7 @@ class BatchRow(Struct, frozen=True, array_like=True):
     trainable: int
     reward: float
     weight: float = 1.0
+    parts: list[float] = []
 
 
 class Batch(Message, frozen=True):
@@ -324,6 +327,8 @@ class Stats(Struct, frozen=True):
     refused_chunks: int = 0
     refused_messages: int = 0
     failed_groups: int = 0
+    filtered_groups: int = 0
+    """Groups of equal rewards that dynamic sampling has replaced."""
     late_groups: int = 0
     lost_workers: int = 0
     reissued: int = 0

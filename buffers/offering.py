@@ -181,7 +181,8 @@ class Offering:
         assert member.reward is not None
         trainable = int(np.count_nonzero(member.usable))
         prompt = len(member.group.prompt.tokens)
-        return m.BatchRow(member.ticket, index, member.member, prompt, length, trainable, member.reward, weight)
+        reward, parts = member.reward, member.parts
+        return m.BatchRow(member.ticket, index, member.member, prompt, length, trainable, reward, weight, parts)
 
     def fetch(self, fetch: m.Fetch) -> m.SampleArrays:
         """The tokens of some trajectories of a lease, in the order asked for."""

@@ -42,6 +42,8 @@ class Settings(Struct, frozen=True):
     sampler: SamplerName = "oldest"
     priority_exponent: float = 1.0
     seed: int = 0
+    dynamic_sampling: bool = False
+    max_consecutive_filtered: int = 256
     retain: bool = False
 
     @property
@@ -55,10 +57,10 @@ class Trajectory:
     """One ticket and what is known of it; the tokens are in the pool.
 
     `step` is that of the batch that it was trained in and `commit` the number of that commit, for one that is retained
-    or parked. `deaths` counts the workers that died while they had it. `finish_reason` is known as soon as the response
-    is complete, before its reward. `born` is the newest version when the ticket was issued. `counted` is what its
-    commit added to the counters: stale tokens, tokens without a finite log-prob, and whether its tokens are of several
-    versions. `usable` is the mask computed for version `usable_at`.
+    or parked. `parts` are what the reward was made of. `deaths` counts the workers that died while they had it.
+    `finish_reason` is known as soon as the response is complete, before its reward. `born` is the newest version when
+    the ticket was issued. `counted` is what its commit added to the counters: stale tokens, tokens without a finite
+    log-prob, and whether its tokens are of several versions. `usable` is the mask computed for version `usable_at`.
     """
 
     ticket: int
@@ -69,6 +71,7 @@ class Trajectory:
     state: State = "running"
     worker: str | None = None
     reward: float | None = None
+    parts: list[float] = field(default_factory=list[float])
     finish_reason: str = ""
     step: int = -1
     commit: int = -1

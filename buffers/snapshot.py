@@ -23,7 +23,7 @@ from buffers.records import Group, Lease, Settings, State, Trajectory, Worker
 from buffers.store import Tally
 from staleness.versions import Lineage
 
-FORMAT = 2
+FORMAT = 3
 """Grows with every change of what is stored or of what the core decides: a replay decides again."""
 
 
@@ -38,6 +38,7 @@ class TrajectoryRecord(Struct, frozen=True, array_like=True):
     state: State
     worker: str | None
     reward: float | None
+    parts: list[float]
     finish_reason: str
     step: int
     commit: int
@@ -183,6 +184,7 @@ def _record(pool: Pool, trajectory: Trajectory) -> TrajectoryRecord:
         trajectory.state,
         trajectory.worker,
         trajectory.reward,
+        trajectory.parts,
         trajectory.finish_reason,
         trajectory.step,
         trajectory.commit,
@@ -223,6 +225,7 @@ def restore(snapshot: Snapshot, frames: Sequence[bytes | memoryview], settings: 
             r.state,
             r.worker,
             r.reward,
+            list(r.parts),
             r.finish_reason,
             r.step,
             r.commit,

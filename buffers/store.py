@@ -43,6 +43,8 @@ class Tally:
     refused_chunks: int = 0
     failed_groups: int = 0
     failed_in_a_row: int = 0
+    filtered_groups: int = 0
+    filtered_in_a_row: int = 0
     late_groups: int = 0
     lost_workers: int = 0
     reissued: int = 0
@@ -132,6 +134,7 @@ class Store:
             span_mismatches=tally.span_mismatches,
             refused_chunks=tally.refused_chunks,
             failed_groups=tally.failed_groups,
+            filtered_groups=tally.filtered_groups,
             late_groups=tally.late_groups,
             lost_workers=tally.lost_workers,
             reissued=tally.reissued,

@@ -40,10 +40,12 @@ PRESETS: dict[str, Preset] = {
         "dr-grpo", "ppo", "tis", staleness__correction__cap=5.0, algorithm__aggregation="seq-mean-token-sum-norm",
     ),
     "dapo": _preset(
-        "grpo with the clip at 1 - 0.2 and 1 + 0.28, and the mean over the tokens of the batch",
+        "grpo with the clip at 1 - 0.2 and 1 + 0.28 and the mean over the tokens of the batch; groups of equal rewards "
+        "replaced; up to 1 off the reward over the last fifth of rollout.max_tokens",
         "DAPO, arXiv 2503.14476",
         "grpo", "ppo", "tis", staleness__correction__cap=5.0,
         algorithm__clip_low=0.2, algorithm__clip_high=0.28, algorithm__aggregation="token-mean",
+        buffer__groups__dynamic_sampling=True, reward__overlong__share=0.2, reward__overlong__penalty=1.0,
     ),
     "rloo": _preset(
         "A = R - mean of the others; f = A theta; w = min(exp(theta - mu), 2)",

@@ -11,6 +11,7 @@ from async_rl.algorithms.advantages import advantages
 from async_rl.algorithms.aggregation import shares
 from async_rl.config import AlgorithmConfig, Config
 from async_rl.learner.packing import Ints, Member, Segment
+from async_rl.rewards.shaping import raw
 from buffers.messages import Batch, BatchRow, SampleArrays
 from staleness.versions import INJECTED
 
@@ -70,7 +71,7 @@ class Share:
     sampled    True where a policy has sampled the token
     advantage  one per token
     scale      one per trajectory: how much each of its tokens counts in the loss
-    positive   one per trajectory: whether its reward is positive
+    positive   one per trajectory: whether its reward, before shaping, is positive
     everywhere whether a token without advantage has a gradient too
     """
 
@@ -132,6 +133,6 @@ def share(planned: Plan, rank: int, arrays: SampleArrays, ages: Ints, config: Co
         arrays.versions != INJECTED,
         np.repeat(np.asarray(planned.advantages[rank], np.float64), np.diff(starts)),
         scale * np.asarray([row.weight for row in rows]),
-        np.asarray([row.reward > 0 for row in rows], np.bool_),
+        np.asarray([(raw(config.reward, row.parts) if row.parts else row.reward) > 0 for row in rows], np.bool_),
         algorithm.everywhere,
     )

@@ -47,7 +47,10 @@ def report(plan: Plan, batch: Batch, parts: list[StepReport], config: Config, ti
     lengths = [row.length for row in batch.rows]
     stats = batch.stats
     trained_tokens = sum(result.log_ratio.size for result in results)
+    groups = [np.asarray(rewards) for rewards in batch.group_rewards]
     record: Record = {
+        "group_reward_std": float(np.mean([rewards.std() for rewards in groups if rewards.size] or [0.0])),
+        "groups_equal": sum(rewards.size > 0 and rewards.max() == rewards.min() for rewards in groups),
         "reward": float(np.mean([reward for rewards in batch.group_rewards for reward in rewards])),
         "samples": len(batch.rows),
         "samples_backward": sum(part.trained for part in parts),
@@ -69,7 +72,9 @@ def report(plan: Plan, batch: Batch, parts: list[StepReport], config: Config, ti
         "expired": stats.expired,
         "failed": stats.failed,
         "cancelled": stats.cancelled,
+        "filtered_groups": stats.filtered_groups,
     }
+    record |= {f"reward_{name}": value for name, value in _named_rewards(batch, config).items()}
     if results:
         mean = {name: sum(result.sums[name] for result in results) / max(1, trained_tokens) for name in results[0].sums}
         record |= monitor.ratio_summary(np.concatenate([result.log_ratio for result in results]))
@@ -86,3 +91,10 @@ def report(plan: Plan, batch: Batch, parts: list[StepReport], config: Config, ti
             "packed_tokens": sum(result.packed_tokens for result in results),
         }
     return record
+
+
+def _named_rewards(batch: Batch, config: Config) -> dict[str, float]:
+    """Means of the single rewards, before weights and shaping, where they are not the reward itself."""
+    parts = [row.parts for row in batch.rows if row.parts]
+    means = np.mean(parts, axis=0).tolist() if parts else []
+    return dict(zip(config.reward.functions, means, strict=False))

@@ -14,6 +14,7 @@ import msgspec
 
 from async_rl.errors import RewardError, RewardTimeout
 from async_rl.rewards.child import Reply, Request
+from async_rl.rewards.config import RewardConfig
 
 START_S = 60.0
 """Longest time for a child to import the reward's module."""
@@ -76,7 +77,25 @@ class RewardProcess:
 
 
 class Rewards:
-    """A pool of reward processes for an asyncio program; scoring never blocks its loop."""
+    """All rewards of a configuration, for an asyncio program; scoring never blocks its loop."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._pools = [
+            Pool(each.function, time_limit_s=config.time_limit_s, processes=config.processes)
+            for each in config.functions.values()
+        ]
+
+    async def score(self, response: str, row: bytes) -> list[float]:
+        """Each reward of one response, in the order of the configuration; see `RewardProcess.score`."""
+        return list(await asyncio.gather(*(pool.score(response, row) for pool in self._pools)))
+
+    def close(self) -> None:
+        for pool in self._pools:
+            pool.close()
+
+
+class Pool:
+    """The processes of one reward."""
 
     def __init__(self, function: str, *, time_limit_s: float, processes: int) -> None:
         self._idle: SimpleQueue[RewardProcess] = SimpleQueue()

@@ -17,9 +17,11 @@ from typing import NamedTuple
 import msgspec
 
 from async_rl import model, process
+from async_rl.config import Config
 from async_rl.data.prompts import Prompts
 from async_rl.errors import EngineError, RequestRefused, RewardError
 from async_rl.rewards.runner import Rewards
+from async_rl.rewards.shaping import shaped
 from async_rl.rollout.engines import make
 from async_rl.rollout.engines.protocol import Engine, Request
 from async_rl.rollout.streamer import Streamer
@@ -44,6 +46,12 @@ def _nothing(ticket: m.Ticket) -> Generated:
     return Generated(ticket.prefix, outcome)
 
 
+def rewarded(outcome: m.Outcome, parts: list[float], config: Config) -> m.Outcome:
+    """The outcome with the reward that its parts come to; they go with it if they are not the reward itself."""
+    reward = shaped(config.reward, parts, length=outcome.length, longest=config.rollout.max_tokens)
+    return msgspec.structs.replace(outcome, reward=reward, parts=[] if parts == [reward] else parts)
+
+
 class Worker:
     """Generates the trajectories that the buffer grants tickets for."""
 
@@ -57,9 +65,7 @@ class Worker:
         self.overhead = Meter()
         self.receiver = Receiver(engine, run.folder, config.rollout.dtype)
         self.streamer = Streamer(chunk_tokens=config.rollout.chunk_tokens, flush_s=config.rollout.flush_ms / 1000)
-        self.rewards = Rewards(
-            config.reward.function, time_limit_s=config.reward.time_limit_s, processes=config.reward.processes
-        )
+        self.rewards = Rewards(config.reward)
         self.timeline = Timeline(run.folder, run.name)
         self.busy = BusyMeter(self.timeline, "generate")
         self.applied = asyncio.Condition()
@@ -203,13 +209,13 @@ class Worker:
         outcome = msgspec.structs.replace(generated.outcome, status="finished", span_mismatch=False)
         response = self.tokenizer.decode(generated.tokens, skip_special_tokens=True)
         try:
-            reward = await self.rewards.score(response, row)
+            parts = await self.rewards.score(response, row)
         except RewardError as error:
             if self.config.reward.on_error == "fail":
                 raise
             print(f"ticket {outcome.ticket} failed: {error}", flush=True)
             return msgspec.structs.replace(outcome, status="failed", error=str(error))
-        return msgspec.structs.replace(outcome, reward=reward)
+        return rewarded(outcome, parts, self.config)
 
     async def _end(self, outcome: m.Outcome) -> None:
         self.streamer.drop(outcome.ticket)

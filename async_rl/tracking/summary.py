@@ -52,6 +52,7 @@ class Summary(Struct, frozen=True):
     kept_tokens: int
     discarded_tokens: int
     failed_groups: int
+    filtered_groups: int
     late_groups: int
     expired_lengths: list[int]
     """Expired trajectories by length: entry i counts those of 2 ** (i - 1) to 2 ** i - 1 tokens."""
@@ -105,6 +106,7 @@ def summarise(
         kept_tokens=stats.kept_tokens,
         discarded_tokens=stats.discarded_tokens,
         failed_groups=stats.failed_groups,
+        filtered_groups=stats.filtered_groups,
         late_groups=stats.late_groups,
         expired_lengths=stats.expired_lengths,
         last_failure=stats.last_error,
@@ -156,6 +158,8 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
         unusual.append(("expired by length", lengths))
     if summary.failed_groups or summary.late_groups:
         unusual.append(("groups dropped", f"{summary.failed_groups} failed, {summary.late_groups} late"))
+    if summary.filtered_groups:
+        unusual.append(("groups replaced", f"{summary.filtered_groups} of equal rewards, by dynamic sampling"))
     if tickets.failed:
         unusual.append(("last failed trajectory", (summary.last_failure.strip().splitlines() or ["-"])[-1][:200]))
     return [

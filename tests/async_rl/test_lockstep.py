@@ -11,6 +11,7 @@ import torch
 
 from async_rl.algorithms.presets import PRESETS
 from async_rl.config import Config, check, parse
+from async_rl.learner.batch import Plan
 from async_rl.lockstep import Lockstep, Problem, one_rank
 
 PROBLEMS = [Problem([0, 40 + i, 1, 0], {"answer": i}) for i in range(12)]
@@ -76,3 +77,26 @@ def test_the_controller_lowers_what_may_start_and_lets_it_rise_again(tiny_model:
     assert etas[-1] == 6
     assert records[-1]["rate_scale"] == 1.0
     assert np.mean([record["ess"] for record in records[-40:]]) > target
+
+
+def test_dapo_replaces_groups_of_equal_rewards_and_takes_off_what_is_too_long(tiny_model: Path) -> None:
+    """Even prompts give all of their group 1, so none of them is trained on. Answers of the whole budget of six tokens
+    lose all of the penalty, those of five a sixth of it."""
+
+    def odd(response: str, row: dict) -> float:
+        return len(set(response)) % 2 if row["answer"] % 2 else 1.0
+
+    batches: list[Plan] = []
+    config = config_of("dapo", reward={"overlong": {"share": 0.2, "penalty": 0.6}})
+    with one_rank():
+        lockstep = Lockstep(config, str(tiny_model), PROBLEMS, odd, observe=lambda plan, _: batches.append(plan))
+        records = list(lockstep.run())
+    assert records[-1]["filtered_groups"] > 0
+    assert all(record["skipped"] == 0 for record in records)
+    rows = [row for planned in batches for row in planned.rows[0]]
+    assert {row.length for row in rows} >= {6}
+    assert all(planned.gradient for planned in batches)
+    for row in rows:
+        raw = row.parts[0] if row.parts else row.reward
+        ramp = min(1.0, max(0.0, (row.length - 4.8) / 1.2))
+        assert row.reward == pytest.approx(raw - 0.6 * ramp)

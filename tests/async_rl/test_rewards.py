@@ -10,8 +10,10 @@ from contextlib import contextmanager
 import pytest
 
 from async_rl.errors import RewardError, RewardTimeout
-from async_rl.rewards import functions
+from async_rl.rewards import functions, shaping
+from async_rl.rewards.config import NamedReward, OverlongConfig, RewardConfig
 from async_rl.rewards.runner import RewardProcess, Rewards
+from tests.e2e.rewards import length as user_length
 
 USER = "tests.async_rl.user_rewards"
 
@@ -100,7 +102,7 @@ def test_an_idle_child_that_was_killed_is_replaced() -> None:
 
 def test_scoring_does_not_block_the_loop() -> None:
     async def both() -> float:
-        rewards = Rewards(f"{USER}:hangs", time_limit_s=2.0, processes=1)
+        rewards = Rewards(RewardConfig(f"{USER}:hangs", time_limit_s=2.0))
         scoring = asyncio.create_task(rewards.score("", row("hang")))
         ticks = 0
         while not scoring.done():
@@ -129,3 +131,38 @@ def test_a_reasoning_gym_row_is_scored_by_its_own_task() -> None:
     (found,) = sources.rows(DataConfig(task=TaskConfig(name="basic_arithmetic", size=1)))
     assert functions.reasoning_gym(found["answer"], found) == 1.0
     assert functions.reasoning_gym("no idea", found) < 1.0
+
+
+def test_several_rewards_come_back_in_the_order_of_the_configuration() -> None:
+    others = {"length": NamedReward("tests.e2e.rewards:length", weight=0.5)}
+
+    async def both() -> list[float]:
+        rewards = Rewards(RewardConfig(f"{USER}:good", others=others))
+        try:
+            return await rewards.score("yes", row())
+        finally:
+            rewards.close()
+
+    first, second = asyncio.run(both())
+    assert first == 1.0
+    assert second == user_length("yes", {})
+
+
+def test_the_sum_is_weighted_and_clipped_and_long_responses_lose_some() -> None:
+    config = RewardConfig(
+        weight=2.0,
+        others={"style": NamedReward("m:f", weight=-1.0)},
+        clip=(-1.0, 1.5),
+        overlong=OverlongConfig(share=0.25, penalty=0.8),
+    )
+    assert shaping.raw(config, [1.0, 0.2]) == pytest.approx(1.8)
+    assert shaping.shaped(config, [1.0, 0.2], length=10, longest=40) == 1.5
+    assert shaping.shaped(config, [0.0, 3.0], length=35, longest=40) == pytest.approx(-1.0 - 0.4)
+
+
+@pytest.mark.parametrize(("length", "penalty"), [(1, 0.0), (16, 0.0), (18, 0.5), (20, 1.0), (25, 1.0)])
+def test_the_penalty_grows_linearly_over_the_last_part(length: int, penalty: float) -> None:
+    """A fifth of 20 tokens: from 16 on."""
+    config = OverlongConfig(share=0.2)
+    assert shaping.overlong(config, length=length, longest=20) == pytest.approx(penalty)
+    assert shaping.overlong(OverlongConfig(), length=length, longest=20) == 0.0

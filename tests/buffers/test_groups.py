@@ -595,3 +595,57 @@ def test_interrupted_at_10_of_16_the_continuation_has_6_left() -> None:
     (samples,) = driver.send("rank0", m.Fetch(batch.lease, [again.id]))
     arrays = m.SampleArrays.from_frames(samples.frames)
     assert arrays.tokens.size == arrays.logprobs.size == arrays.versions.size == arrays.mask.size == 16
+
+
+# --- dynamic sampling ------------------------------------------------------------------------------------------------
+
+
+def test_a_group_of_equal_rewards_is_replaced_within_the_same_admission() -> None:
+    driver = Driver(batch=2, group=2, max_staleness=0, dynamic_sampling=True)
+    driver.feed()
+    driver.finish_all(reward=1.0)
+    assert driver.take() is None
+    stats = driver.core.stats()
+    assert (stats.cancelled, stats.filtered_groups, stats.in_flight) == (2, 1, 0)
+    driver.feed()
+    first, second = list(driver.tickets)
+    driver.finish(first, reward=1.0)
+    driver.finish(second, reward=0.0)
+    (batch,) = driver.of(m.Batch)
+    assert [row.reward for row in batch.rows] == [1.0, 0.0]
+    assert driver.core.stats().filtered_groups == 1
+
+
+def test_without_dynamic_sampling_equal_rewards_are_trained_on() -> None:
+    driver = Driver(batch=2, group=2, max_staleness=0)
+    driver.feed()
+    driver.finish_all(reward=1.0)
+    assert driver.take() is not None
+
+
+def test_a_deadline_that_cuts_a_group_to_equal_rewards_replaces_it_too() -> None:
+    """The first group has one reward when its deadline comes: nothing to compare with."""
+    driver = Driver(
+        batch=2, group=2, max_staleness=3, group_policy="deadline_versions", deadline_versions=1, dynamic_sampling=True
+    )
+    driver.feed()
+    late, other, one, two = list(driver.tickets)[:4]
+    driver.finish(late, reward=1.0)
+    driver.finish(one, reward=1.0)
+    driver.finish(two, reward=0.0)
+    batch = driver.take()
+    assert batch is not None
+    driver.commit(batch)
+    stats = driver.core.stats()
+    assert stats.filtered_groups == 1
+    assert stats.cancelled == 2
+    assert driver.core.store.trajectories.get(other.id) is None
+
+
+def test_too_many_equal_groups_in_a_row_end_the_run() -> None:
+    driver = Driver(batch=2, group=2, max_staleness=0, dynamic_sampling=True, max_consecutive_filtered=3)
+    for _ in range(3):
+        driver.feed()
+        driver.finish_all(reward=0.0)
+    (fatal,) = driver.of(m.Fatal)
+    assert "3 groups in a row had equal rewards" in fatal.reason

@@ -29,6 +29,11 @@ WORKER_TIMEOUT_S = 8.0
 RETRY_S = 3.0
 
 
+def reward_of(index: int, member: int) -> float:
+    """Of a member of a prompt's group; every seventh prompt gives all of its members the same."""
+    return float(index % 7 and index % 7 + member)
+
+
 class Broken(AssertionError):
     """An invariant does not hold."""
 
@@ -276,7 +281,7 @@ class SimWorker:
         if now >= generating.scored_at:
             failing = self.world.failures[(ticket.key[1], ticket.member)] < fate.failures
             self.world.failures[(ticket.key[1], ticket.member)] += failing
-            reward = None if failing else float(ticket.key[1] % 7 + ticket.member)
+            reward = None if failing else reward_of(ticket.key[1], ticket.member)
             status = "failed" if failing else "finished"
             outcome = m.Outcome(ticket.id, ticket.attempt, generating.length, status, "stop", reward)
             self._outcome(ticket, outcome, ends=True)

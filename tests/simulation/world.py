@@ -23,7 +23,7 @@ from buffers.core import Core
 from buffers.records import IN_FLIGHT, Settings
 from staleness.versions import INJECTED, unpack
 from tests.simulation.net import Clock, Net, Weather
-from tests.simulation.parts import Broken, Fate, Ledger, SimFeeder, SimLearner, SimServer, SimWorker
+from tests.simulation.parts import Broken, Fate, Ledger, SimFeeder, SimLearner, SimServer, SimWorker, reward_of
 
 FAULTS_S = 25.0
 STALL_S = 60.0
@@ -90,6 +90,7 @@ class World:
         group = rnd.choice([1, 2, 4])
         on_stale = rnd.choice(["mask", "mask", "drop", "pace"])
         pace = on_stale == "pace"
+        group_policy = "whole" if pace else rnd.choice(["whole", "whole", "split", "deadline_versions"])
         return Settings(
             batch=group * rnd.randint(1, 3),
             group=group,
@@ -97,7 +98,8 @@ class World:
             max_tokens=rnd.choice([8, 16, 24]),
             slack=0 if pace else rnd.choice([0, 0, group]),
             on_stale=on_stale,
-            group_policy="whole" if pace else rnd.choice(["whole", "whole", "split", "deadline_versions"]),
+            group_policy=group_policy,
+            dynamic_sampling=group > 1 and group_policy != "split" and rnd.random() < 0.3,
             deadline_versions=rnd.randint(1, 2),
             min_group=rnd.randint(1, group),
             on_failed=rnd.choice(["replace", "shrink", "fail_group"]),
@@ -326,7 +328,7 @@ class World:
             keys.append((index, row.member))
             self._check_content(index, row, arrays.tokens[span], arrays.logprobs[span])
             self._check_ages(learner, row, versions[span], arrays.mask[span])
-            if row.reward != index % 7 + row.member:
+            if row.reward != reward_of(index, row.member):
                 raise Broken(f"prompt {index}, member {row.member} has the reward {row.reward}")
             if self.settings.group_policy == "whole" and trajectory.group.having("running"):
                 raise Broken(f"a part of group {trajectory.group.serial} was offered")
