@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from async_rl.learner.batch import share
+from async_rl.config import parse
+from async_rl.learner.batch import Plan, share
 from async_rl.learner.logprobs import token_logprobs
 from async_rl.learner.packing import Member, Segment, fill, pack
 from async_rl.learner.policy import Policy, load
 from buffers import messages as m
+from staleness.versions import INJECTED
 
 
 def segments(seed: int = 0, groups: int = 5) -> list[Segment]:
@@ -109,12 +111,13 @@ def test_trained_ids_are_the_sampled_ids_and_no_prompt_token_is_a_target() -> No
     arrays = m.SampleArrays(
         tokens=np.asarray([11, 12, 21, 22, 23], np.int32),
         logprobs=np.full(5, -1.0, np.float32),
-        span_length=np.asarray([5], np.int32),
-        span_version=np.zeros(1, np.int64),
+        span_length=np.asarray([2, 1, 1, 1], np.int32),
+        span_version=np.asarray([0, 0, INJECTED, 0]),
         mask=np.asarray([1, 1, 1, 0, 1], np.uint8),
         prompts=np.asarray([91, 92, 93], np.int32),
     )
-    mine = share(rows, [1.0, -1.0], arrays, np.zeros(5, np.int64))
+    planned = Plan(0, 0, [rows], [[1.0, -1.0]], tokens=4, sequences=2, gradient=True)
+    mine = share(planned, 0, arrays, np.zeros(5, np.int64), parse({"data": {"path": "x"}}))
     (packed,) = pack(mine.segments(), tokens=100)
     assert packed.tokens.tolist() == [[91, 92, 93, 11, 12, 21, 22, 23]]
     assert packed.targets.tolist() == arrays.tokens.tolist()
@@ -122,3 +125,24 @@ def test_trained_ids_are_the_sampled_ids_and_no_prompt_token_is_a_target() -> No
     assert packed.predict.tolist() == [2, 3, 2, 5, 6]
     flat = mine.starts[packed.source] + packed.offset
     assert mine.mask[flat].tolist() == [True, True, True, False, True]
+    assert mine.sampled[flat].tolist() == [True, True, True, False, True]
+
+
+def test_the_entropy_of_every_token_has_the_gradient_of_the_plain_formula() -> None:
+    """Both heads of the function at once, over more than one chunk, against autograd on all logits."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1500, 8, generator=generator, requires_grad=True)
+    head = torch.randn(11, 8, generator=generator, requires_grad=True)
+    targets = torch.randint(11, (1500,), generator=generator)
+    weights = torch.randn(2, 1500, generator=generator)
+
+    logprobs, entropies = token_logprobs(hidden, head, targets, 0.7, entropy_every=1)
+    (weights[0] @ logprobs + weights[1] @ entropies).backward()
+    ours = hidden.grad, head.grad
+    hidden.grad = head.grad = None
+
+    plain = (hidden @ head.T / 0.7).log_softmax(-1)
+    expected = -(plain.exp() * plain).sum(-1)
+    torch.testing.assert_close(entropies, expected, atol=1e-5, rtol=1e-5)
+    (weights[0] @ plain.gather(-1, targets[:, None])[:, 0] + weights[1] @ expected).backward()
+    torch.testing.assert_close(ours, (hidden.grad, head.grad), atol=1e-4, rtol=1e-4)
