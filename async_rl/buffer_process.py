@@ -25,6 +25,7 @@ def settings(config: Config) -> Settings:
         dynamic_sampling=buffer.groups.dynamic_sampling,
         max_consecutive_filtered=buffer.groups.max_consecutive_filtered,
         max_attempts=buffer.max_attempts,
+        replayable=config.environment.name is None or config.environment.replayable,
         max_consecutive_failed_groups=buffer.max_consecutive_failed_groups,
         sampler=buffer.sampler.name,
         priority_exponent=buffer.sampler.exponent,

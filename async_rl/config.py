@@ -19,6 +19,7 @@ from msgspec import Meta, Struct
 
 from async_rl.algorithms import presets
 from async_rl.algorithms.config import COMPARING, AlgorithmConfig, conflict, form
+from async_rl.environments.config import EnvironmentConfig
 from async_rl.errors import ConfigError
 from async_rl.rewards.config import RewardConfig
 from buffers import keys
@@ -180,6 +181,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     rollout: RolloutConfig = RolloutConfig()
     buffer: BufferConfig = BufferConfig()
     staleness: StalenessConfig = StalenessConfig()
@@ -337,6 +339,26 @@ def check(config: Config) -> None:
             "data.path", config.data.path, "exactly one of data.path and data.task says where prompts come from",
             "Set data.path to a file, or data.task.name to a reasoning-gym task",
         )  # fmt: skip
+    environment, advantage = config.environment, config.algorithm.advantage
+    if environment.name is not None and not re.fullmatch(r"calculator|[\w.]+:\w+", environment.name):
+        raise ConfigError(
+            "environment.name", environment.name, "neither calculator nor of the form module:factory",
+            "Write for example my_environments:Shell",
+        )  # fmt: skip
+    if "{text}" not in environment.template:
+        raise ConfigError(
+            "environment.template", environment.template, "the environment's answer has no place in it", "Put {text} in"
+        )
+    if advantage == "gigpo" and environment.name is None:
+        raise ConfigError(
+            "algorithm.advantage", advantage, "it compares turns in an environment, and there is none",
+            "Set environment.name, or algorithm.advantage: grpo",
+        )  # fmt: skip
+    if advantage == "remax" and groups.policy == "split":
+        raise ConfigError(
+            "buffer.groups.policy", groups.policy, "the member that finds out the greedy response may come last",
+            "Use buffer.groups.policy: whole",
+        )  # fmt: skip
     paths = {"reward.function": config.reward.function}
     paths |= {f"reward.others.{name}.function": other.function for name, other in config.reward.others.items()}
     for path, function in paths.items():
@@ -358,7 +380,9 @@ def _check_reward(path: str, function: str, config: Config) -> None:
             path, function, "its scorer belongs to a reasoning-gym task, and there is none",
             "Set data.task, or reward.function to your own module:function",
         )  # fmt: skip
-    if not re.fullmatch(r"reasoning_gym|[\w.]+:\w+", function):
+    if function == "environment" and config.environment.name is None:
+        raise ConfigError(path, function, "there is no environment", "Set environment.name, or another function")
+    if not re.fullmatch(r"reasoning_gym|environment|[\w.]+:\w+", function):
         raise ConfigError(path, function, "not of the form module:function", "Write for example my_rewards:exact_match")
 
 

@@ -37,3 +37,7 @@ class EngineError(AsyncRLError, RuntimeError):
 
 class RequestRefused(EngineError, ValueError):
     """A request that can never succeed, such as one that is too long; trying again would not help."""
+
+
+class EnvironmentFailed(AsyncRLError):
+    """An environment that raised, did not answer in time, or answered otherwise than before; fails its trajectory."""

@@ -59,6 +59,11 @@ def main() -> None:
         )
     if not (folder / "model" / "config.json").is_file():
         raise ConfigError("RUN", str(folder), "it has no exported model: it did not finish", "Resume it first")
+    if config.environment.name is not None:
+        raise ConfigError(
+            "environment.name", config.environment.name, "answers are judged without an environment here",
+            "Read the reward of the run instead",
+        )  # fmt: skip
     prompts = Prompts.read(folder / "heldout.npz")
     reward = RewardProcess(config.reward.function, config.reward.time_limit_s)
     scores: dict[str, float] = {}

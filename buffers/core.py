@@ -187,7 +187,7 @@ class Core:
             status, error = "failed", f"the reward is {outcome.reward}"
         if status == "finished":
             trajectory.reward = outcome.reward
-            trajectory.parts = outcome.parts
+            trajectory.parts, trajectory.turns, trajectory.baseline = outcome.parts, outcome.turns, outcome.baseline
             trajectory.finish_reason = outcome.finish_reason
             self.issuing.release(trajectory)
             store.pool.seal(trajectory.ticket)

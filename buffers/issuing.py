@@ -139,6 +139,7 @@ class Issuing:
             min_version=trajectory.born,
             max_tokens=0 if reason else left,
             prefix=store.pool.tokens[row, :length].tolist(),
+            injected=store.pool.injected(row),
             finish_reason=reason,
         )
 

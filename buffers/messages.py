@@ -71,6 +71,14 @@ class Append(Message, frozen=True):
     tokens: int
 
 
+class Turn(Struct, frozen=True, array_like=True):
+    """A turn of a policy in an environment: where its tokens begin, its reward, a number for the state it began in."""
+
+    start: int
+    reward: float
+    state: int
+
+
 class Outcome(Struct, frozen=True):
     """How far one trajectory has come at its worker.
 
@@ -89,6 +97,10 @@ class Outcome(Struct, frozen=True):
     span_mismatch: bool = False
     parts: list[float] = []
     """What the reward was made of, if it is not the reward itself."""
+    turns: list[Turn] = []
+    """Of an environment."""
+    baseline: float | None = None
+    """Reward of a greedy response to the same prompt, if this member was to find it out."""
 
 
 class Outcomes(Message, frozen=True):
@@ -201,6 +213,8 @@ class Ticket(Struct, frozen=True):
     max_tokens: int
     prefix: list[int] = []
     finish_reason: str = ""
+    injected: list[tuple[int, int]] = []
+    """(start, end) of what in the prefix no policy has sampled."""
 
 
 class Tickets(Message, frozen=True):
@@ -271,6 +285,7 @@ class BatchRow(Struct, frozen=True, array_like=True):
     reward: float
     weight: float = 1.0
     parts: list[float] = []
+    turns: list[Turn] = []
 
 
 class Batch(Message, frozen=True):
@@ -282,6 +297,8 @@ class Batch(Message, frozen=True):
     group_rewards: list[list[float]]
     stats: Stats
     request: int = 0
+    baselines: list[float | None] = []
+    """Of each group the reward of its greedy response, if it has one."""
 
 
 class Samples(Message, frozen=True):

@@ -170,7 +170,8 @@ class Offering:
                 store.move(member, "leased")
             self.refresh(group)
         rewards = [group.rewards for group in groups]
-        batch = m.Batch(self.leased_ever, version, rows, rewards, store.stats(), request)
+        baselines = [group.baseline for group in groups]
+        batch = m.Batch(self.leased_ever, version, rows, rewards, store.stats(), request, baselines)
         self.leases[batch.lease] = Lease(batch.lease, version, peer, members, batch)
         self.leased_ever += 1
         store.send(peer, batch)
@@ -181,8 +182,8 @@ class Offering:
         assert member.reward is not None
         trainable = int(np.count_nonzero(member.usable))
         prompt = len(member.group.prompt.tokens)
-        reward, parts = member.reward, member.parts
-        return m.BatchRow(member.ticket, index, member.member, prompt, length, trainable, reward, weight, parts)
+        reward, parts, turns = member.reward, member.parts, member.turns
+        return m.BatchRow(member.ticket, index, member.member, prompt, length, trainable, reward, weight, parts, turns)
 
     def fetch(self, fetch: m.Fetch) -> m.SampleArrays:
         """The tokens of some trajectories of a lease, in the order asked for."""

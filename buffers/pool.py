@@ -178,6 +178,11 @@ class Pool:
         """The version of each span of a row."""
         return self.span_version[row, : int(self.spans[row])].tolist()
 
+    def injected(self, row: int) -> list[tuple[int, int]]:
+        """(start, end) of what in a row no policy has sampled."""
+        spans = [*self.spans_of(row), Span(int(self.length[row]), 0)]
+        return [(span.start, after.start) for span, after in pairwise(spans) if span.version == INJECTED]
+
     def sampled(self, row: int) -> NDArray[np.bool_]:
         """Which tokens of a row a policy has sampled."""
         return np.repeat([version != INJECTED for version in self.versions_of(row)], self.span_lengths(row))

@@ -57,10 +57,11 @@ class Trajectory:
     """One ticket and what is known of it; the tokens are in the pool.
 
     `step` is that of the batch that it was trained in and `commit` the number of that commit, for one that is retained
-    or parked. `parts` are what the reward was made of. `deaths` counts the workers that died while they had it.
-    `finish_reason` is known as soon as the response is complete, before its reward. `born` is the newest version when
-    the ticket was issued. `counted` is what its commit added to the counters: stale tokens, tokens without a finite
-    log-prob, and whether its tokens are of several versions. `usable` is the mask computed for version `usable_at`.
+    or parked. `parts` are what the reward was made of; for `turns` and `baseline` see `messages.Outcome`. `deaths`
+    counts the workers that died while they had it. `finish_reason` is known as soon as the response is complete, before
+    its reward. `born` is the newest version when the ticket was issued. `counted` is what its commit added to the
+    counters: stale tokens, tokens without a finite log-prob, and whether its tokens are of several versions. `usable`
+    is the mask computed for version `usable_at`.
     """
 
     ticket: int
@@ -72,6 +73,8 @@ class Trajectory:
     worker: str | None = None
     reward: float | None = None
     parts: list[float] = field(default_factory=list[float])
+    turns: list[m.Turn] = field(default_factory=list[m.Turn])
+    baseline: float | None = None
     finish_reason: str = ""
     step: int = -1
     commit: int = -1
@@ -104,6 +107,11 @@ class Group:
     def rewards(self) -> list[float]:
         """Every reward known: also those of members that have expired or been trained on."""
         return [member.reward for member in self.members if member.reward is not None]
+
+    @property
+    def baseline(self) -> float | None:
+        """Reward of the greedy response, if a member has found it out."""
+        return next((member.baseline for member in self.members if member.baseline is not None), None)
 
     @property
     def ended(self) -> bool:

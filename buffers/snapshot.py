@@ -23,7 +23,7 @@ from buffers.records import Group, Lease, Settings, State, Trajectory, Worker
 from buffers.store import Tally
 from staleness.versions import Lineage
 
-FORMAT = 3
+FORMAT = 4
 """Grows with every change of what is stored or of what the core decides: a replay decides again."""
 
 
@@ -39,6 +39,8 @@ class TrajectoryRecord(Struct, frozen=True, array_like=True):
     worker: str | None
     reward: float | None
     parts: list[float]
+    turns: list[m.Turn]
+    baseline: float | None
     finish_reason: str
     step: int
     commit: int
@@ -185,6 +187,8 @@ def _record(pool: Pool, trajectory: Trajectory) -> TrajectoryRecord:
         trajectory.worker,
         trajectory.reward,
         trajectory.parts,
+        trajectory.turns,
+        trajectory.baseline,
         trajectory.finish_reason,
         trajectory.step,
         trajectory.commit,
@@ -226,6 +230,8 @@ def restore(snapshot: Snapshot, frames: Sequence[bytes | memoryview], settings: 
             r.worker,
             r.reward,
             list(r.parts),
+            list(r.turns),
+            r.baseline,
             r.finish_reason,
             r.step,
             r.commit,

@@ -7,6 +7,7 @@ Of a trajectory: `grpo`, `dr_grpo`, `rloo`, `remax`, `gigpo`, from the rewards o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,17 +53,48 @@ def remax(rewards: Floats, greedy: float) -> Floats:
     return rewards - greedy if np.isfinite(greedy) else np.zeros_like(rewards)
 
 
+class TurnRecord(NamedTuple):
+    """A turn of an episode: the return from it on, and the state it began in."""
+
+    outcome: float
+    state: int
+
+
+def gigpo(episodes: Sequence[Sequence[TurnRecord]], *, sample_std: bool = False) -> list[Floats]:
+    """Step-level part of GiGPO (2505.10978): turns of a group that began in the same state, compared by their returns.
+
+    One list of turns for each episode of the group. A state that only one turn began in gives 0.
+    """
+    outcomes: dict[int, list[float]] = {}
+    for turn in (turn for episode in episodes for turn in episode):
+        outcomes.setdefault(turn.state, []).append(turn.outcome)
+    return [
+        np.asarray(
+            [
+                float(grpo(np.asarray([turn.outcome]), np.asarray(outcomes[turn.state]), sample_std=sample_std)[0])
+                for turn in episode
+            ]
+        )
+        for episode in episodes
+    ]
+
+
 def _equal(group: Floats) -> bool:
     return group.size == 0 or bool(group.max() == group.min())
 
 
 def advantages(
-    config: AlgorithmConfig, rewards: Floats, group_of: NDArray[np.int64], group_rewards: Sequence[Sequence[float]]
+    config: AlgorithmConfig,
+    rewards: Floats,
+    group_of: NDArray[np.int64],
+    group_rewards: Sequence[Sequence[float]],
+    baselines: Sequence[float | None] = (),
 ) -> Floats:
     """One advantage per trajectory of a batch; the first stage of those that are per token.
 
     `rewards` and `group_of` have one entry a trajectory; `group_rewards[g]` holds all rewards known of group g, also of
-    members that are not in the batch. A reward that is not finite takes no part in the statistics and gives 0.
+    members that are not in the batch, `baselines[g]` that of its greedy response. A reward that is not finite takes no
+    part in the statistics and gives 0.
     """
     if rewards.shape != group_of.shape:
         raise ValueError(f"{rewards.size} rewards for {group_of.size} trajectories")
@@ -73,13 +105,17 @@ def advantages(
         members = (group_of == index) & np.isfinite(rewards)
         group = np.asarray(known, np.float64)
         group = group[np.isfinite(group)]
-        out[members] = _of_group(config, rewards[members], group)
+        if config.advantage == "remax":
+            greedy = baselines[index] if index < len(baselines) else None
+            out[members] = remax(rewards[members], float("nan") if greedy is None else greedy)
+        else:
+            out[members] = _of_group(config, rewards[members], group)
     return out
 
 
 def _of_group(config: AlgorithmConfig, rewards: Floats, group: Floats) -> Floats:
     match config.advantage:
-        case "grpo":
+        case "grpo" | "gigpo":
             return grpo(rewards, group, sample_std=config.sample_std)
         case "dr-grpo" | "reinforce++-baseline":
             return dr_grpo(rewards, group)

@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 
 from staleness.config import DEFAULTS, MASKS, CorrectionConfig, Window
 
-Advantage = Literal["grpo", "dr-grpo", "rloo", "reinforce++", "reinforce++-baseline", "gae", "vtrace"]
+Advantage = Literal["grpo", "dr-grpo", "rloo", "reinforce++", "reinforce++-baseline", "gae", "vtrace", "remax", "gigpo"]
 Loss = Literal["ppo", "reinforce", "cispo", "gspo", "sapo", "topr", "dppo-tv"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 Form = Literal["decoupled", "coupled", "weighted"]
@@ -16,7 +16,7 @@ Form = Literal["decoupled", "coupled", "weighted"]
 CLIPS: dict[Loss, tuple[float, float]] = {"ppo": (0.2, 0.2), "cispo": (1.0, 0.28), "gspo": (3e-4, 4e-4)}
 """Lower and upper clip of the losses that have one."""
 PER_TOKEN: frozenset[Advantage] = frozenset({"reinforce++", "reinforce++-baseline", "gae", "vtrace"})
-COMPARING: frozenset[Advantage] = frozenset({"grpo", "dr-grpo", "reinforce++-baseline"})
+COMPARING: frozenset[Advantage] = frozenset({"grpo", "dr-grpo", "reinforce++-baseline", "gigpo"})
 """Advantages that are 0 in a group of one."""
 COUPLED: frozenset[Loss] = frozenset({"cispo", "gspo", "sapo", "topr", "dppo-tv"})
 
@@ -81,6 +81,8 @@ class AlgorithmConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Truncation of the ratio in the targets of `vtrace`."""
     c_max: Annotated[float, Meta(gt=0)] = 1.0
     """Truncation of the ratio in the traces of `vtrace`."""
+    omega: Annotated[float, Meta(ge=0)] = 1.0
+    """`gigpo`: weight of the advantage of a turn beside that of its episode."""
     whiten: bool = False
     """`gae`: advantages normalised over the tokens of the batch."""
     value: ValueConfig = ValueConfig()

@@ -69,6 +69,16 @@ PRESETS: dict[str, Preset] = {
         "vtrace", "reinforce",
         algorithm__gamma=1.0, algorithm__lam=1.0, algorithm__rho_max=1.0, algorithm__c_max=1.0,
     ),
+    "remax": _preset(
+        "A = R - R of the greedy response to the same prompt; f = A theta; w = min(exp(theta - mu), 2)",
+        "ReMax, arXiv 2310.10505",
+        "remax", "reinforce", "tis", staleness__correction__cap=2.0,
+    ),
+    "gigpo": _preset(
+        "A = that of grpo + omega * the same of the returns of turns that began in the same state; otherwise grpo",
+        "GiGPO, arXiv 2505.10978",
+        "gigpo", "ppo", "tis", staleness__correction__cap=5.0, algorithm__omega=1.0, algorithm__gamma=0.95,
+    ),
     "gspo": _preset(
         "PPO's clip on exp(mean(theta - mu)) of the sequence, at 3e-4 and 4e-4; mean over tokens, then sequences",
         "GSPO, arXiv 2507.18071",

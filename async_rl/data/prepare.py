@@ -11,12 +11,16 @@ from async_rl import process
 from async_rl.config import Config, DataConfig
 from async_rl.data import sources
 from async_rl.data.prompts import Prompts
+from async_rl.environments.protocol import find
 from async_rl.errors import ConfigError, DataError, RewardError
 from async_rl.rewards.runner import RewardProcess
 from async_rl.tokenizer import tokenizer_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+REMEDY = "Start from the folder that holds the module, or install it"
 
 
 def render(row: sources.Row, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -55,23 +59,41 @@ def prepare(config: Config, found: list[sources.Row], tokenizer: PreTrainedToken
 
 
 def check_reward(config: Config) -> None:
-    """Loads the reward once, so that one that cannot be loaded is known before engines start."""
-    reward = RewardProcess(config.reward.function, config.reward.time_limit_s)
+    """Loads every reward once, so that one that cannot be loaded is known before engines start."""
+    for name, each in config.reward.functions.items():
+        path = "reward.function" if name == "reward" else f"reward.others.{name}.function"
+        reward = RewardProcess(each.function, config.reward.time_limit_s)
+        try:
+            if each.function != "environment":
+                reward.start()
+        except RewardError as error:
+            raise ConfigError(path, each.function, f"it cannot be loaded: {error}", REMEDY) from error
+        finally:
+            reward.close()
+
+
+def check_environment(config: Config, row: sources.Row) -> None:
+    """Makes an environment once, for the same reason, and compares what it says of itself with the configuration."""
+    name, params = config.environment.name, config.environment.params
+    if name is None:
+        return
     try:
-        reward.start()
-    except RewardError as error:
+        environment = find(name)(row, **params)
+        replayable = environment.replayable
+    except Exception as error:
+        raise ConfigError("environment.name", name, f"it cannot be made: {error!r}", REMEDY) from error
+    if config.environment.replayable and not replayable:
         raise ConfigError(
-            "reward.function", config.reward.function, f"it cannot be loaded: {error}",
-            "Start from the folder that holds the module, or install it",
-        ) from error  # fmt: skip
-    finally:
-        reward.close()
+            "environment.replayable", True, f"{name} says of itself that it is not",
+            "Set environment.replayable: false; its trajectories then start again when their worker dies",
+        )  # fmt: skip
 
 
 def main() -> None:
     run = process.start("prepare")
     check_reward(run.config)
     train, held_out = sources.split(sources.rows(run.config.data), run.config.data)
+    check_environment(run.config, train[0])
     tokenizer = tokenizer_of(run.config.model.path)
     if held_out:
         prepare(run.config, held_out, tokenizer).write(run.folder / "heldout.npz")

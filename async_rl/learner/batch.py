@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from async_rl.algorithms.advantages import advantages
+from async_rl.algorithms.advantages import TurnRecord, advantages, gigpo, returns
 from async_rl.algorithms.aggregation import shares
 from async_rl.config import AlgorithmConfig, Config
 from async_rl.learner.packing import Ints, Member, Segment
@@ -20,7 +21,8 @@ from staleness.versions import INJECTED
 class Plan:
     """What rank 0 tells every rank: its rows, their advantages, and the size of the whole batch.
 
-    `rows[r]` and `advantages[r]` are those of rank r, whole groups, in order of group. `tokens` counts the trainable
+    `rows[r]` and `advantages[r]` are those of rank r, whole groups, in order of group; `turns[r]` has for each row what
+    its turns add to that, as (first token, advantage). `tokens` counts the trainable
     tokens of the global batch, `sequences` the trajectories that have some; `gradient` is False if no sample of it has
     a gradient.
     """
@@ -29,6 +31,7 @@ class Plan:
     version: int
     rows: list[list[BatchRow]]
     advantages: list[list[float]]
+    turns: list[list[list[tuple[int, float]]]]
     tokens: int
     sequences: int
     gradient: bool
@@ -38,8 +41,10 @@ def plan(batch: Batch, *, ranks: int, algorithm: AlgorithmConfig) -> Plan:
     """Advantages of a batch and its groups spread over the ranks, each group whole, the costliest first."""
     rewards = np.asarray([row.reward for row in batch.rows], np.float64)
     group_of = np.asarray([row.group for row in batch.rows], np.int64)
-    values = advantages(algorithm, rewards, group_of, batch.group_rewards)
-    trained = (np.asarray([row.trainable for row in batch.rows]) > 0) & ((values != 0) | algorithm.everywhere)
+    values = advantages(algorithm, rewards, group_of, batch.group_rewards, batch.baselines)
+    turns = _turns(batch, algorithm) if algorithm.advantage == "gigpo" else [[] for _ in batch.rows]
+    valued = (values != 0) | np.asarray([any(value for _, value in each) for each in turns], np.bool_)
+    trained = (np.asarray([row.trainable for row in batch.rows]) > 0) & (valued | algorithm.everywhere)
     cost = np.zeros(len(batch.group_rewards), np.int64)
     for row, wanted in zip(batch.rows, trained, strict=True):
         cost[row.group] += row.length if wanted else 0
@@ -55,10 +60,33 @@ def plan(batch: Batch, *, ranks: int, algorithm: AlgorithmConfig) -> Plan:
         version=batch.version,
         rows=[[batch.rows[i] for i in share] for share in shares],
         advantages=[[float(values[i]) for i in share] for share in shares],
+        turns=[[turns[i] for i in share] for share in shares],
         tokens=sum(row.trainable for row in batch.rows),
         sequences=sum(row.trainable > 0 for row in batch.rows),
         gradient=bool(trained.any()),
     )
+
+
+def _turns(batch: Batch, algorithm: AlgorithmConfig) -> list[list[tuple[int, float]]]:
+    """Of each row what its turns add to its advantage, by comparing those of its group that began in the same state."""
+    out: list[list[tuple[int, float]]] = [[] for _ in batch.rows]
+    for group in range(len(batch.group_rewards)):
+        members = [i for i, row in enumerate(batch.rows) if row.group == group]
+        episodes = [
+            [
+                TurnRecord(float(outcome), turn.state)
+                for outcome, turn in zip(
+                    returns(np.asarray([turn.reward for turn in batch.rows[i].turns], np.float64), algorithm.gamma),
+                    batch.rows[i].turns,
+                    strict=True,
+                )
+            ]
+            for i in members
+        ]
+        for i, values in zip(members, gigpo(episodes, sample_std=algorithm.sample_std), strict=True):
+            starts = [turn.start for turn in batch.rows[i].turns]
+            out[i] = [(start, algorithm.omega * float(value)) for start, value in zip(starts, values, strict=True)]
+    return out
 
 
 @dataclass(frozen=True)
@@ -122,6 +150,10 @@ def share(planned: Plan, rank: int, arrays: SampleArrays, ages: Ints, config: Co
         sequences=planned.sequences,
         longest=config.rollout.max_tokens,
     )
+    advantage = np.repeat(np.asarray(planned.advantages[rank], np.float64), np.diff(starts))
+    for first, length, turns in zip(starts, np.diff(starts), planned.turns[rank], strict=False):
+        for (begin, value), (end, _) in pairwise([*turns, (int(length), 0.0)]):
+            advantage[first + begin : first + end] += value
     return Share(
         prompts,
         prompt_of,
@@ -131,7 +163,7 @@ def share(planned: Plan, rank: int, arrays: SampleArrays, ages: Ints, config: Co
         ages,
         arrays.mask.astype(np.bool_),
         arrays.versions != INJECTED,
-        np.repeat(np.asarray(planned.advantages[rank], np.float64), np.diff(starts)),
+        advantage,
         scale * np.asarray([row.weight for row in rows]),
         np.asarray([(raw(config.reward, row.parts) if row.parts else row.reward) > 0 for row in rows], np.bool_),
         algorithm.everywhere,

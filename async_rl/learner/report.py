@@ -50,7 +50,7 @@ def report(plan: Plan, batch: Batch, parts: list[StepReport], config: Config, ti
     groups = [np.asarray(rewards) for rewards in batch.group_rewards]
     record: Record = {
         "group_reward_std": float(np.mean([rewards.std() for rewards in groups if rewards.size] or [0.0])),
-        "groups_equal": sum(rewards.size > 0 and rewards.max() == rewards.min() for rewards in groups),
+        "groups_equal": sum(bool(rewards.size) and bool(rewards.max() == rewards.min()) for rewards in groups),
         "reward": float(np.mean([reward for rewards in batch.group_rewards for reward in rewards])),
         "samples": len(batch.rows),
         "samples_backward": sum(part.trained for part in parts),

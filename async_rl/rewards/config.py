@@ -29,7 +29,8 @@ class RewardConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """What a response is worth."""
 
     function: str = "reasoning_gym"
-    """`module:function`, called as `function(response: str, row: dict) -> float`, or `reasoning_gym`."""
+    """`module:function`, called as `function(response: str, row: dict) -> float`; `reasoning_gym`; or `environment`,
+    the sum of what the environment gives."""
     weight: float = 1.0
     """Factor of this reward beside `others`."""
     others: dict[str, NamedReward] = {}

@@ -81,17 +81,25 @@ class Rewards:
 
     def __init__(self, config: RewardConfig) -> None:
         self._pools = [
-            Pool(each.function, time_limit_s=config.time_limit_s, processes=config.processes)
+            None
+            if each.function == "environment"
+            else Pool(each.function, time_limit_s=config.time_limit_s, processes=config.processes)
             for each in config.functions.values()
         ]
 
-    async def score(self, response: str, row: bytes) -> list[float]:
+    async def score(self, response: str, row: bytes, of_environment: float = 0.0) -> list[float]:
         """Each reward of one response, in the order of the configuration; see `RewardProcess.score`."""
-        return list(await asyncio.gather(*(pool.score(response, row) for pool in self._pools)))
+
+        async def given() -> float:
+            return of_environment
+
+        scores = (given() if pool is None else pool.score(response, row) for pool in self._pools)
+        return list(await asyncio.gather(*scores))
 
     def close(self) -> None:
         for pool in self._pools:
-            pool.close()
+            if pool is not None:
+                pool.close()
 
 
 class Pool:

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import time
-from collections.abc import Coroutine
-from typing import NamedTuple
+from collections.abc import Coroutine, Sequence
+from typing import Literal
 
 import msgspec
+from transformers import PreTrainedTokenizerBase
 
 from async_rl import model, process
 from async_rl.config import Config
 from async_rl.data.prompts import Prompts
-from async_rl.errors import EngineError, RequestRefused, RewardError
+from async_rl.environments.config import EnvironmentConfig
+from async_rl.environments.protocol import find
+from async_rl.errors import EngineError, EnvironmentFailed, RequestRefused, RewardError
 from async_rl.rewards.runner import Rewards
 from async_rl.rewards.shaping import shaped
 from async_rl.rollout.engines import make
-from async_rl.rollout.engines.protocol import Engine, Request
+from async_rl.rollout.engines.protocol import Engine
+from async_rl.rollout.episode import Episode, Played, Talk
 from async_rl.rollout.streamer import Streamer
 from async_rl.tokenizer import tokenizer_of
 from async_rl.tracking.timeline import BusyMeter, Timeline
@@ -33,23 +38,22 @@ from buffers.client import AsyncClient, Meter, read_endpoint
 from staleness.versions import show
 
 
-class Generated(NamedTuple):
-    """A complete response and how it is reported before its reward is known."""
-
-    tokens: list[int]
-    outcome: m.Outcome
-
-
-def _nothing(ticket: m.Ticket) -> Generated:
-    """What an earlier attempt has streamed, nothing added."""
-    outcome = m.Outcome(ticket.id, ticket.attempt, len(ticket.prefix), "generated", ticket.finish_reason)
-    return Generated(ticket.prefix, outcome)
-
-
 def rewarded(outcome: m.Outcome, parts: list[float], config: Config) -> m.Outcome:
     """The outcome with the reward that its parts come to; they go with it if they are not the reward itself."""
     reward = shaped(config.reward, parts, length=outcome.length, longest=config.rollout.max_tokens)
     return msgspec.structs.replace(outcome, reward=reward, parts=[] if parts == [reward] else parts)
+
+
+def talk(tokenizer: PreTrainedTokenizerBase, config: EnvironmentConfig) -> Talk:
+    def decode(tokens: Sequence[int]) -> str:
+        return tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    return Talk(
+        decode, encode, frozenset({tokenizer.eos_token_id}), config.template, config.time_limit_s, config.turn_tokens
+    )
 
 
 class Worker:
@@ -66,6 +70,8 @@ class Worker:
         self.receiver = Receiver(engine, run.folder, config.rollout.dtype)
         self.streamer = Streamer(chunk_tokens=config.rollout.chunk_tokens, flush_s=config.rollout.flush_ms / 1000)
         self.rewards = Rewards(config.reward)
+        self.environments = None if config.environment.name is None else find(config.environment.name)
+        self.talk = talk(self.tokenizer, config.environment)
         self.timeline = Timeline(run.folder, run.name)
         self.busy = BusyMeter(self.timeline, "generate")
         self.applied = asyncio.Condition()
@@ -164,60 +170,83 @@ class Worker:
         """Waits for `min_version`, streams the response, scores it, reports how it ended."""
         async with self.applied:
             await self.applied.wait_for(lambda: self.version is not None and self.version >= ticket.min_version)
-        generated = _nothing(ticket)
-        if not ticket.finish_reason:
-            self.streamer.open(ticket.id, ticket.attempt, len(ticket.prefix))
-            try:
-                generated = await self._generate(ticket)
-            except RequestRefused as error:
-                await self._end(msgspec.structs.replace(generated.outcome, status="refused", error=str(error)))
-                return
-            await self._report(generated.outcome)
-        await self._end(await self._scored(generated, ticket.row))
+        self.streamer.open(ticket.id, ticket.attempt, len(ticket.prefix))
+        # With `remax` one member of a group finds out what the greedy response is worth.
+        asked = self.config.algorithm.advantage == "remax" and ticket.member == 0
+        greedy = asyncio.create_task(self._baseline(ticket)) if asked else None
+        try:
+            played = await self._played(ticket)
+            outcome = await self._scored(ticket, played)
+            if greedy is not None and outcome.status == "finished":
+                outcome = msgspec.structs.replace(outcome, baseline=await greedy)
+        except RequestRefused as error:
+            outcome = self._failure(ticket, "refused", error)
+        except EnvironmentFailed as error:
+            outcome = self._failure(ticket, "failed", error)
+        finally:
+            if greedy is not None:
+                greedy.cancel()
+        await self._end(outcome)
 
-    async def _generate(self, ticket: m.Ticket) -> Generated:
-        """The response, the tokens of an earlier attempt first."""
-        request = Request(f"{ticket.id}.{ticket.attempt}", ticket.prompt + ticket.prefix, ticket.max_tokens)
-        tokens: list[int] = []
-        versions: list[int] = []
-        last = None
+    def _episode(self, ticket: m.Ticket) -> Episode:
+        environment = None
+        if self.environments is not None:
+            environment = self.environments(json.loads(ticket.row), **self.config.environment.params)
+        return Episode(ticket, self.engine, self.talk, environment)
+
+    async def _played(self, ticket: m.Ticket) -> Played:
+        """The response, the tokens of an earlier attempt first; every token is on its way when this returns."""
+
+        def emit(tokens: list[int], logprobs: list[float], versions: list[int]) -> None:
+            with self.overhead:
+                self.streamer.add(ticket.id, tokens, logprobs, versions, now=time.monotonic())
+
         with self.busy:
-            async for delta in self.engine.generate(request):
-                with self.overhead:
-                    self.streamer.add(ticket.id, delta.tokens, delta.logprobs, delta.versions, now=time.monotonic())
-                tokens += delta.tokens
-                versions += delta.versions
-                last = delta
-        if last is None or last.finish_reason is None:
-            raise EngineError(f"ticket {ticket.id}: the engine ended a request without saying how")
-        spans = [version for version, start, end in last.spans or [] for _ in range(end - start)]
-        whole = ticket.prefix + tokens
-        return Generated(
-            whole,
-            m.Outcome(
-                ticket.id,
-                ticket.attempt,
-                len(whole),
-                "generated",
-                last.finish_reason,
-                span_mismatch=spans != versions,
-            ),
+            played = await self._episode(ticket).play(emit)
+        if not ticket.finish_reason and not played.turns:
+            # The reward of a complete response may take its time: whoever takes over needs nothing but that.
+            await self._report(self._outcome(ticket, played, "generated"))
+        return played
+
+    async def _baseline(self, ticket: m.Ticket) -> float | None:
+        """Reward of the greedy response to the same prompt; None if it has none."""
+        budget = self.config.rollout.max_tokens
+        alone = msgspec.structs.replace(ticket, prefix=[], injected=[], finish_reason="", max_tokens=budget)
+        try:
+            played = await self._episode(alone).play(greedy=True)
+        except EnvironmentFailed:
+            return None
+        return (await self._scored(alone, played)).reward
+
+    def _outcome(self, ticket: m.Ticket, played: Played, status: Literal["generated", "finished"]) -> m.Outcome:
+        return m.Outcome(
+            ticket.id,
+            ticket.attempt,
+            len(played.tokens),
+            status,
+            played.finish_reason,
+            span_mismatch=played.span_mismatch and (status == "generated" or bool(played.turns)),
+            turns=played.turns if status == "finished" else [],
         )
 
-    async def _scored(self, generated: Generated, row: bytes) -> m.Outcome:
+    def _failure(self, ticket: m.Ticket, status: Literal["failed", "refused"], error: Exception) -> m.Outcome:
+        print(f"ticket {ticket.id} {status}: {error}", flush=True)
+        return m.Outcome(ticket.id, ticket.attempt, len(ticket.prefix), status, error=str(error))
+
+    async def _scored(self, ticket: m.Ticket, played: Played) -> m.Outcome:
         """The outcome with the reward of the whole response."""
-        outcome = msgspec.structs.replace(generated.outcome, status="finished", span_mismatch=False)
-        response = self.tokenizer.decode(generated.tokens, skip_special_tokens=True)
+        outcome = self._outcome(ticket, played, "finished")
+        response = self.tokenizer.decode(played.tokens, skip_special_tokens=True)
         try:
-            parts = await self.rewards.score(response, row)
+            parts = await self.rewards.score(response, ticket.row, played.reward)
         except RewardError as error:
             if self.config.reward.on_error == "fail":
                 raise
-            print(f"ticket {outcome.ticket} failed: {error}", flush=True)
-            return msgspec.structs.replace(outcome, status="failed", error=str(error))
+            return self._failure(ticket, "failed", error)
         return rewarded(outcome, parts, self.config)
 
     async def _end(self, outcome: m.Outcome) -> None:
+        await self._flush()  # what is dropped is never sent
         self.streamer.drop(outcome.ticket)
         self.trajectories.pop(outcome.ticket, None)
         await self._report(outcome)

@@ -44,7 +44,7 @@ def weights(lockstep: Lockstep) -> list[torch.Tensor]:
     return [parameter.detach().to_local().clone() for parameter in lockstep.models.policy.parameters()]
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", sorted(PRESETS.keys() - {"remax", "gigpo"}))
 def test_every_preset_trains_three_steps(preset: str, tiny_model: Path) -> None:
     with one_rank():
         lockstep = Lockstep(config_of(preset), str(tiny_model), PROBLEMS, letters)

@@ -29,6 +29,8 @@ def tree(settings: dict[str, Any]) -> dict[str, Any]:
 
 def resolve(name: str, **settings: Any) -> Config:
     """The checked configuration of a preset; `settings` have paths with `__` for the dot."""
+    if name == "gigpo":
+        settings["environment__name"] = "calculator"
     config = parse(tree({"algorithm.preset": name, **{k.replace("__", "."): v for k, v in settings.items()}}))
     check(config)
     return config
@@ -48,6 +50,8 @@ WANTED: dict[str, dict[str, Any]] = {
     "reinforce++": {"advantage": "reinforce++", "loss": "ppo", "name": "tis", "cap": 5.0},
     "ppo": {"advantage": "gae", "loss": "ppo", "name": "tis", "cap": 5.0},
     "vtrace": {"advantage": "vtrace", "loss": "reinforce", "name": "none", "rho_max": 1.0, "c_max": 1.0, "lam": 1.0},
+    "remax": {"advantage": "remax", "loss": "reinforce", "name": "tis", "cap": 2.0},
+    "gigpo": {"advantage": "gigpo", "loss": "ppo", "name": "tis", "omega": 1.0},
     "gspo": {"loss": "gspo", "name": "none", "clip": (3e-4, 4e-4), "aggregation": "seq-mean-token-mean"},
     "cispo": {"loss": "cispo", "name": "none", "clip": (1.0, 0.28)},
     "m2po": {"loss": "ppo", "name": "m2", "tau": 0.04},

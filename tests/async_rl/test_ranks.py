@@ -33,13 +33,20 @@ UNTRAINED = 1
 """Place of a token in every response that may not be trained on."""
 
 
+def turns(length: int, reward: float) -> list[m.Turn]:
+    """Two turns that begin in states shared by a group, for `gigpo`."""
+    return [m.Turn(0, reward / 2, 5), m.Turn(length // 2, reward / 2, 6)] if length > 1 else [m.Turn(0, reward, 5)]
+
+
 def a_batch() -> m.Batch:
     rows = [
-        m.BatchRow(i, group, i, PROMPTS[group], length, length - (length > UNTRAINED), reward)
+        m.BatchRow(
+            i, group, i, PROMPTS[group], length, length - (length > UNTRAINED), reward, turns=turns(length, reward)
+        )
         for i, (group, length, reward) in enumerate(zip(GROUPS, LENGTHS, REWARDS, strict=True))
     ]
     known = [[reward for reward, g in zip(REWARDS, GROUPS, strict=True) if g == group] for group in range(3)]
-    return m.Batch(0, 0, rows, known, m.Stats())
+    return m.Batch(0, 0, rows, known, m.Stats(), baselines=[0.4, 0.0, None])
 
 
 def fetched(rows: list[m.BatchRow]) -> m.SampleArrays:

@@ -32,3 +32,19 @@ def raises(response: str, row: Row) -> float:
 
 def constant(response: str, row: Row) -> float:
     return 0.5
+
+
+class Echo:
+    """An environment of two turns that answers with a letter; a turn is worth the different characters in it."""
+
+    replayable = True
+
+    def __init__(self, row: Row, *, answer: str = "a") -> None:
+        self._answer, self._turns = answer, 0
+
+    def reset(self, seed: int) -> None:
+        self._turns = 0
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        self._turns += 1
+        return self._answer, len(set(text)) / 10, self._turns == 2

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from async_rl.tracking import metrics, timeline
 from buffers import export
 from launchers import folders
+from staleness.versions import INJECTED
 from tests.e2e import runs
 
 pytestmark = pytest.mark.e2e
@@ -68,6 +69,37 @@ def test_eta_0_is_synchronous(tiny_model: Path, tmp_path: Path) -> None:
     assert runs.adds_up(folder).max_trained_age == 0
     assert all(record["ages"][1:] == [] for record in metrics.read(folder))
     assert timeline.overlap(timeline.busy(folder, "learner"), timeline.busy(folder, "worker")) == 0.0
+
+
+def test_gigpo_on_a_task_of_two_turns(tiny_model: Path, tmp_path: Path) -> None:
+    """What the environment says is stored, never trained on; both turns have a reward, and each an advantage."""
+    settings = {
+        "algorithm.preset": "gigpo",
+        "environment": {"name": "tests.e2e.rewards:Echo", "turn_tokens": 5, "params": {"answer": "xyz"}},
+        "reward.function": "environment",
+    }
+    code, out, folder = runs.train(runs.config(tiny_model, tmp_path, **settings))
+    assert code == 0, out
+    assert runs.adds_up(folder).skipped_steps == 0
+    export.export(folder / "journal", tmp_path / "out.parquet", {"trained"})
+    rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    assert len(rows) == 3 * 8
+    for row in rows:
+        # Up to five tokens, three of the environment, up to five more.
+        injected = [token for token, version in zip(row["tokens"], row["versions"], strict=True) if version == INJECTED]
+        assert len(injected) == 3
+        assert len({tuple(injected)} | {tuple(rows[0]["tokens"][-8:-5])}) <= 2
+        assert len(row["tokens"]) <= 13
+    assert all(0 < record["masked_share"] < 0.6 for record in metrics.read(folder))
+
+
+def test_remax_asks_for_a_greedy_response_to_every_prompt(tiny_model: Path, tmp_path: Path) -> None:
+    """Its reward is the baseline of the group; it is not streamed, and costs no ticket."""
+    code, out, folder = runs.train(runs.config(tiny_model, tmp_path, **{"algorithm.preset": "remax"}))
+    assert code == 0, out
+    summary = runs.adds_up(folder)
+    assert (summary.tickets.trained, summary.skipped_steps) == (3 * 8, 0)
+    assert all(record["grad_norm"] > 0 for record in metrics.read(folder))
 
 
 def test_two_learner_ranks_and_two_workers(tiny_model: Path, tmp_path: Path) -> None:
