@@ -1,0 +1,184 @@
+"""From the results to the table, the plots and the page: `python -m experiments.staleness.findings`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import msgspec
+import numpy as np
+from matplotlib import pyplot as plt
+
+from experiments.staleness.study import FOLDER, METHODS, OTHERS, POLICIES, RESULTS, STEPS, Result, runs
+
+LAST = 4
+"""Evaluations at the end whose mean is a run's score."""
+T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571}
+"""Student's t for 95%, by degrees of freedom."""
+MARGIN = -0.03
+
+
+class Interval(NamedTuple):
+    """Mean and the half-width of its 95% interval; nan for one value."""
+
+    mean: float
+    half: float
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.3f} ± {self.half:.3f}"
+
+
+def interval(values: list[float]) -> Interval:
+    count = len(values)
+    if count < 2:
+        return Interval(values[0] if values else float("nan"), float("nan"), count)
+    half = T95[count - 1] * float(np.std(values, ddof=1)) / count**0.5
+    return Interval(float(np.mean(values)), half, count)
+
+
+def score(result: Result) -> float:
+    return float(np.mean([reward for _, reward in result.evaluations[-LAST:]]))
+
+
+def load(folder: Path = RESULTS) -> list[Result]:
+    return [msgspec.json.decode(path.read_bytes(), type=Result) for path in sorted(folder.glob("*.json"))]
+
+
+class Scores:
+    """Scores of the runs of one kind, by method, bound and seed."""
+
+    def __init__(self, results: list[Result], kind: str) -> None:
+        self.of = {(r.run["method"], r.run["eta"], r.run["seed"]): score(r) for r in results if r.run["kind"] == kind}
+
+    def all(self, method: str, eta: int) -> list[float]:
+        return [value for (m, e, _), value in sorted(self.of.items()) if (m, e) == (method, eta)]
+
+    def difference(self, one: tuple[str, int], other: tuple[str, int]) -> Interval:
+        """Of the same seeds."""
+        pairs = [
+            value - self.of[(*other, seed)]
+            for (m, e, seed), value in sorted(self.of.items())
+            if (m, e) == one and (*other, seed) in self.of
+        ]
+        return interval(pairs)
+
+    def best(self, eta: int) -> str:
+        """The method of METHODS with the highest mean at a bound; `none` is not one."""
+        known = [method for method in METHODS if method != "none" and self.all(method, eta)]
+        return max(known, key=lambda method: float(np.mean(self.all(method, eta))))
+
+
+def table(scores: Scores) -> str:
+    etas = sorted({eta for _, eta, _ in scores.of})
+    lines = [f"| method | {' | '.join(f'η = {eta}' for eta in etas)} |", f"| --- |{' --- |' * len(etas)}"]
+    for method in (*METHODS, *OTHERS):
+        cells = [scores.all(method, eta) for eta in etas]
+        shown = [f"{np.mean(cell):.3f} (n={len(cell)})" if cell else "" for cell in cells]
+        lines.append(f"| {method} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def policies(results: list[Result]) -> str:
+    grouped: dict[str, list[Result]] = defaultdict(list)
+    for result in results:
+        if result.run["kind"] == "policy":
+            grouped[result.run["method"]].append(result)
+    lines = [
+        "| policy | reward | masked share by length (< 8, 16, 24, 37) | expired | mean trained advantage, by order of end |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for stale, groups in POLICIES:
+        some = grouped.get(f"{stale} {groups}", [])
+        if not some:
+            continue
+        masked, advantage = (
+            np.mean([result.details[name] for result in some], axis=0)
+            for name in ("masked_share", "advantage_by_order")
+        )
+        expired = np.mean([result.details["expired"] for result in some])
+        lines.append(
+            f"| {stale}, {groups} | {np.mean([score(r) for r in some]):.3f} (n={len(some)}) | "
+            f"{', '.join(f'{share:.2f}' for share in masked)} | {expired:.0f} | "
+            f"{', '.join(f'{value:+.2f}' for value in advantage)} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(results: list[Result]) -> None:
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4), sharey=True)
+    for axis, eta in zip(axes, (0, 4, 64), strict=True):
+        for method in METHODS:
+            curves = [r.evaluations for r in results if (r.run["method"], r.run["eta"]) == (method, eta)]
+            if curves:
+                steps = [step for step, _ in curves[0]]
+                axis.plot(steps, np.mean([[reward for _, reward in curve] for curve in curves], axis=0), label=method)
+        axis.set_title(f"η = {eta}")
+        axis.set_xlabel("learner step")
+    axes[0].set_ylabel("reward on held-out problems")
+    axes[-1].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(FOLDER / "curves.png", dpi=110)
+    plt.close(figure)
+
+
+def page(results: list[Result]) -> str:
+    scores = Scores(results, "correction")
+    found: list[str] = []
+    near = scores.best(4)
+    paired = scores.difference((near, 4), (near, 0))
+    verdict = "no worse than" if paired.mean - paired.half >= MARGIN else "not shown to be no worse than"
+    found.append(
+        f"* At η = 4 the best correction, `{near}`, is {verdict} {MARGIN} of its η = 0: paired difference {paired} "
+        f"(95%, {paired.count} seeds)."
+    )
+    far = scores.best(64)
+    lost = scores.difference(("none", 64), (far, 64))
+    found.append(f"* At η = 64 `none` against the best correction, `{far}`: {lost} ({lost.count} seeds).")
+    cost = scores.difference((far, 64), (far, 0))
+    found.append(f"* What η = 64 costs with `{far}`, against η = 0: {cost} ({cost.count} seeds).")
+    return f"""# What staleness costs, and what corrections are worth
+
+Made by `python -m experiments.staleness.findings` from {len(results)} of {len(runs())} runs in `results/`;
+`python -m experiments.staleness.study` makes the runs that are missing, and the model first if need be.
+
+A Llama of 0.45M parameters that gets a third of its running sums right ("7+15+20=" → "22,42") is trained for {STEPS} steps
+of 64 trajectories, in one process with the real buffer core, decoder and learner (`async_rl/lockstep.py`). What the bound admits
+is generated before each learner step, so that in steady state every token is η steps old when it is trained on. All runs see
+equally many samples. The score is the reward on 512 held-out problems, sampled at temperature 1, mean of the last {LAST}
+evaluations.
+
+## Found
+
+{chr(10).join(found)}
+
+![learning curves](curves.png)
+
+{table(scores)}
+
+With one optimizer step a batch `decoupled recompute` has ratio 1 to its anchor, and differs from `tis` by its cap only; at η = 0
+all methods are the same.
+
+## What is stale, and how groups are offered
+
+η = 2, lengths with a long tail, six decoding steps a learner step, so that a long answer takes more steps than the bound allows.
+
+{policies(results)}
+
+An advantage that depends on the order of ending is a bias: it is counted as far as it is trained, token by token.
+"""
+
+
+def main() -> None:
+    results = load()
+    plot(results)
+    (FOLDER / "README.md").write_text(page(results))
+
+
+if __name__ == "__main__":
+    main()
