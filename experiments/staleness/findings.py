@@ -90,7 +90,7 @@ def policies(results: list[Result]) -> str:
         if result.run["kind"] == "policy":
             grouped[result.run["method"]].append(result)
     lines = [
-        "| policy | reward | masked share by length (< 8, 16, 24, 37) | expired | mean trained advantage, by order of end |",
+        "| policy | reward | masked share, length < 8, 16, 24, 37 | expired | mean trained advantage, by order of end |",
         "| --- | --- | --- | --- | --- |",
     ]
     for stale, groups in POLICIES:
@@ -147,11 +147,11 @@ def page(results: list[Result]) -> str:
 Made by `python -m experiments.staleness.findings` from {len(results)} of {len(runs())} runs in `results/`;
 `python -m experiments.staleness.study` makes the runs that are missing, and the model first if need be.
 
-A Llama of 0.45M parameters that gets a third of its running sums right ("7+15+20=" → "22,42") is trained for {STEPS} steps
-of 64 trajectories, in one process with the real buffer core, decoder and learner (`async_rl/lockstep.py`). What the bound admits
-is generated before each learner step, so that in steady state every token is η steps old when it is trained on. All runs see
-equally many samples. The score is the reward on 512 held-out problems, sampled at temperature 1, mean of the last {LAST}
-evaluations.
+A Llama of 0.45M parameters that gets a third of its running sums right ("7+15+20=" → "22,42") is trained for
+{STEPS} steps of 64 trajectories, in one process with the real buffer core, decoder and learner
+(`async_rl/lockstep.py`). What the bound admits is generated before each learner step, so that in steady state every
+token is η steps old when it is trained on. All runs see equally many samples. The score is the reward on 512 held-out
+problems, sampled at temperature 1, mean of the last {LAST} evaluations.
 
 ## Found
 
@@ -161,12 +161,13 @@ evaluations.
 
 {table(scores)}
 
-With one optimizer step a batch `decoupled recompute` has ratio 1 to its anchor, and differs from `tis` by its cap only; at η = 0
-all methods are the same.
+With one optimizer step a batch `decoupled recompute` has ratio 1 to its anchor, and differs from `tis` by its cap
+only; at η = 0 all methods are the same.
 
 ## What is stale, and how groups are offered
 
-η = 2, lengths with a long tail, six decoding steps a learner step, so that a long answer takes more steps than the bound allows.
+η = 2, lengths with a long tail, six decoding steps a learner step, so that a long answer takes more steps than the
+bound allows.
 
 {policies(results)}
 
