@@ -90,7 +90,7 @@ def policies(results: list[Result]) -> str:
         if result.run["kind"] == "policy":
             grouped[result.run["method"]].append(result)
     lines = [
-        "| policy | reward | masked share, length < 8, 16, 24, 37 | expired | mean trained advantage, by order of end |",
+        "| policy | reward | masked share, length < 8, 16, 24, 37 | expired | mean trained advantage by order of end |",
         "| --- | --- | --- | --- | --- |",
     ]
     for stale, groups in POLICIES:
