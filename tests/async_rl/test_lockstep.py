@@ -14,6 +14,8 @@ from async_rl.config import Config, check, parse
 from async_rl.learner.batch import Plan
 from async_rl.lockstep import Lockstep, Problem, one_rank
 
+pytestmark = pytest.mark.e2e
+
 PROBLEMS = [Problem([0, 40 + i, 1, 0], {"answer": i}) for i in range(12)]
 
 
@@ -100,3 +102,55 @@ def test_dapo_replaces_groups_of_equal_rewards_and_takes_off_what_is_too_long(ti
         raw = row.parts[0] if row.parts else row.reward
         ramp = min(1.0, max(0.0, (row.length - 4.8) / 1.2))
         assert row.reward == pytest.approx(raw - 0.6 * ramp)
+
+
+EXTRAS: dict[str, dict] = {
+    "k2 in the loss": {"algorithm": {"kl": {"coefficient": 0.1}}},
+    "k3 in the loss": {"algorithm": {"kl": {"coefficient": 0.1, "estimator": "k3"}}},
+    "k1 in the reward": {
+        "algorithm": {"preset": "ppo", "kl": {"coefficient": 0.1, "place": "reward", "estimator": "k1"}}
+    },
+    "k3 in the reward": {
+        "algorithm": {"preset": "reinforce++", "kl": {"coefficient": 0.1, "place": "reward", "estimator": "k3"}}
+    },
+    "entropy": {"algorithm": {"entropy": 0.01}},
+    "values on the policy's trunk": {"algorithm": {"preset": "ppo", "value": {"trunk": "shared"}}},
+    "v-trace on the policy's trunk": {"algorithm": {"preset": "vtrace", "value": {"trunk": "shared", "clip": None}}},
+    "v-trace with a second pass": {
+        "algorithm": {"preset": "vtrace"},
+        "staleness": {"max_staleness": 1, "correction": {"proximal": "recompute"}},
+    },
+    "several optimizer steps": {
+        "learner": {"epochs": 3},
+        "staleness": {"max_staleness": 1, "correction": {"proximal": "recompute"}},
+    },
+    "loglinear with veto": {"staleness": {"max_staleness": 1, "correction": {"proximal": "loglinear", "veto": 1e-4}}},
+    "m2 between anchor and behaviour": {
+        "staleness": {"max_staleness": 1, "correction": {"name": "m2", "proximal": "loglinear"}}
+    },
+}
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_every_extra_trains_three_steps(name: str, tiny_model: Path) -> None:
+    settings = {section: dict(values) for section, values in EXTRAS[name].items()}
+    preset = settings.get("algorithm", {}).pop("preset", "grpo")
+    with one_rank():
+        lockstep = Lockstep(config_of(preset, **settings), str(tiny_model), PROBLEMS, letters)
+        before = weights(lockstep)
+        reference = lockstep.models.reference
+        frozen = [] if reference is None else [p.detach().to_local().clone() for p in reference.parameters()]  # type: ignore[attr-defined]
+        records = list(lockstep.run())
+        after = weights(lockstep)
+        kept = [] if reference is None else [p.detach().to_local() for p in reference.parameters()]  # type: ignore[attr-defined]
+    assert any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert all(np.isfinite(record["loss"]) and record["grad_norm"] > 0 for record in records)
+    assert all(torch.equal(one, other) for one, other in zip(frozen, kept, strict=True))
+    if name.startswith("k"):
+        # The reference is where the policy began, and the policy moves away from it.
+        assert records[0]["kl_reference"] == pytest.approx(0.0, abs=1e-6)
+        assert records[-1]["kl_reference"] > 1e-6
+    if "trunk" in name:
+        assert records[0]["value_loss"] > 0
+    if name == "several optimizer steps":
+        assert records[-1]["kl_proximal"] >= 0
