@@ -382,7 +382,7 @@ def _check_reward(path: str, function: str, config: Config) -> None:
         )  # fmt: skip
     if function == "environment" and config.environment.name is None:
         raise ConfigError(path, function, "there is no environment", "Set environment.name, or another function")
-    if not re.fullmatch(r"reasoning_gym|environment|[\w.]+:\w+", function):
+    if not re.fullmatch(r"reasoning_gym|environment|model:.+|[\w.]+:\w+", function):
         raise ConfigError(path, function, "not of the form module:function", "Write for example my_rewards:exact_match")
 
 

@@ -13,7 +13,7 @@ from async_rl import model, process
 from async_rl.config import load
 from async_rl.data.prompts import Prompts
 from async_rl.errors import ConfigError, RewardError
-from async_rl.rewards.runner import RewardProcess
+from async_rl.rewards.runner import RewardProcess, process_of
 from async_rl.tokenizer import tokenizer_of
 
 BATCH = 25
@@ -65,7 +65,7 @@ def main() -> None:
             "Read the reward of the run instead",
         )  # fmt: skip
     prompts = Prompts.read(folder / "heldout.npz")
-    reward = RewardProcess(config.reward.function, config.reward.time_limit_s)
+    reward = process_of(config.reward.function, config.reward, config.data.prompt_column)
     scores: dict[str, float] = {}
     for when, path in (("before", config.model.path), ("after", str(folder / "model"))):
         scores[when] = mean_reward(answers(path, prompts, config.rollout.max_tokens), prompts, reward)

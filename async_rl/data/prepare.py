@@ -13,7 +13,7 @@ from async_rl.data import sources
 from async_rl.data.prompts import Prompts
 from async_rl.environments.protocol import find
 from async_rl.errors import ConfigError, DataError, RewardError
-from async_rl.rewards.runner import RewardProcess
+from async_rl.rewards.runner import process_of
 from async_rl.tokenizer import tokenizer_of
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def check_reward(config: Config) -> None:
     """Loads every reward once, so that one that cannot be loaded is known before engines start."""
     for name, each in config.reward.functions.items():
         path = "reward.function" if name == "reward" else f"reward.others.{name}.function"
-        reward = RewardProcess(each.function, config.reward.time_limit_s)
+        reward = process_of(each.function, config.reward, config.data.prompt_column)
         try:
             if each.function != "environment":
                 reward.start()

@@ -68,22 +68,35 @@ async def _await(value: Any) -> Any:
     return await value
 
 
-def main() -> None:
-    connection = Connection(int(sys.argv[1]))
-    die_with_parent(int(sys.argv[3]))
+def serve(connection: Connection, load: Callable[[], Callable[[list[Request]], list[Reply]]]) -> None:
+    """Says that it has loaded, or why not; then answers lists of requests until the other end closes."""
     try:
-        function = load(sys.argv[2])
+        score_all = load()
     except Exception:
-        connection.send_bytes(msgspec.msgpack.encode(Reply(error=_told())))
+        connection.send_bytes(msgspec.msgpack.encode([Reply(error=_told())]))
         return
-    connection.send_bytes(msgspec.msgpack.encode(Reply()))
-    decoder = msgspec.msgpack.Decoder(Request)
+    connection.send_bytes(msgspec.msgpack.encode([Reply()]))
+    decoder = msgspec.msgpack.Decoder(list[Request])
     while True:
         try:
-            request = decoder.decode(connection.recv_bytes())
+            requests = decoder.decode(connection.recv_bytes())
         except EOFError:
             return
-        connection.send_bytes(msgspec.msgpack.encode(score(function, request)))
+        try:
+            replies = score_all(requests)
+        except Exception:
+            replies = [Reply(error=_told())] * len(requests)
+        connection.send_bytes(msgspec.msgpack.encode(replies))
+
+
+def _each(name: str) -> Callable[[list[Request]], list[Reply]]:
+    function = load(name)
+    return lambda requests: [score(function, request) for request in requests]
+
+
+def main() -> None:
+    die_with_parent(int(sys.argv[3]))
+    serve(Connection(int(sys.argv[1])), lambda: _each(sys.argv[2]))
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ class Worker:
         self.overhead = Meter()
         self.receiver = Receiver(engine, run.folder, config.rollout.dtype)
         self.streamer = Streamer(chunk_tokens=config.rollout.chunk_tokens, flush_s=config.rollout.flush_ms / 1000)
-        self.rewards = Rewards(config.reward)
+        self.rewards = Rewards(config.reward, config.data.prompt_column)
         self.environments = None if config.environment.name is None else find(config.environment.name)
         self.talk = talk(self.tokenizer, config.environment)
         self.timeline = Timeline(run.folder, run.name)

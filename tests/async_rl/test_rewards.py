@@ -6,13 +6,17 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 from async_rl.errors import RewardError, RewardTimeout
 from async_rl.rewards import functions, shaping
-from async_rl.rewards.config import NamedReward, OverlongConfig, RewardConfig
-from async_rl.rewards.runner import RewardProcess, Rewards
+from async_rl.rewards.config import ModelRewardConfig, NamedReward, OverlongConfig, RewardConfig
+from async_rl.rewards.runner import RewardProcess, Rewards, process_of
+from tests import tiny
 from tests.e2e.rewards import length as user_length
 
 USER = "tests.async_rl.user_rewards"
@@ -166,3 +170,44 @@ def test_the_penalty_grows_linearly_over_the_last_part(length: int, penalty: flo
     config = OverlongConfig(share=0.2)
     assert shaping.overlong(config, length=length, longest=20) == pytest.approx(penalty)
     assert shaping.overlong(OverlongConfig(), length=length, longest=20) == 0.0
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model of random weights with one label."""
+    folder = tmp_path_factory.mktemp("judge")
+    tiny.make(folder)
+    config = LlamaConfig.from_pretrained(folder, num_labels=1)
+    torch.manual_seed(1)
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_reward_model_judges_prompt_and_response_in_batches(judge: Path) -> None:
+    """Padding and company change nothing: each score is the logit of the model for that text alone."""
+    config = RewardConfig(f"model:{judge}", model=ModelRewardConfig(device="cpu", batch_size=4, wait_ms=5.0))
+    row = json.dumps({"prompt": "how much?"}).encode()
+    responses = ["a", "bb", "a much longer answer", "", "a", "x" * 40]
+
+    async def all_of_them() -> list[float]:
+        rewards = Rewards(config)
+        try:
+            return [score for (score,) in await asyncio.gather(*(rewards.score(text, row) for text in responses))]
+        finally:
+            rewards.close()
+
+    scores = asyncio.run(all_of_them())
+    model = LlamaForSequenceClassification.from_pretrained(judge).eval()
+    tokenizer = AutoTokenizer.from_pretrained(judge)
+    for text, score in zip(responses, scores, strict=True):
+        messages = [{"role": "user", "content": "how much?"}, {"role": "assistant", "content": text}]
+        tokens = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), return_tensors="pt")
+        with torch.inference_mode():
+            assert score == pytest.approx(float(model(**tokens).logits[0, 0]), abs=1e-4)
+    assert len(set(scores)) == 5
+
+
+def test_a_reward_model_that_is_not_there_says_so(tmp_path: Path) -> None:
+    process = process_of(f"model:{tmp_path}/nothing", RewardConfig(), "prompt")
+    with pytest.raises(RewardError, match="nothing"):
+        process.start()
