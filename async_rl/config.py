@@ -69,6 +69,10 @@ class DataConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Prompts held out for `async-rl eval`, chosen by `seed`, never trained on."""
     shuffle: bool = True
     """A new order each epoch, by `seed`."""
+    difficulty_column: str | None = None
+    """Column with a number: prompts come in its rising order, equal ones as the seed has them (a curriculum)."""
+    curriculum_epochs: PositiveInt = 1
+    """Epochs for which `difficulty_column` decides; then the order is that of `shuffle`."""
     seed: int = 0
     """Seed of the hold-out, the order of prompts and a task's instances."""
     wrap: bool = False
@@ -383,7 +387,10 @@ def _check_reward(path: str, function: str, config: Config) -> None:
     if function == "environment" and config.environment.name is None:
         raise ConfigError(path, function, "there is no environment", "Set environment.name, or another function")
     if not re.fullmatch(r"reasoning_gym|environment|model:.+|[\w.]+:\w+", function):
-        raise ConfigError(path, function, "not of the form module:function", "Write for example my_rewards:exact_match")
+        raise ConfigError(
+            path, function, "neither of the form module:function nor model:PATH",
+            "Write for example my_rewards:exact_match",
+        )  # fmt: skip
 
 
 def notes(config: Config) -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from async_rl.data.prompts import Prompts, order
+from async_rl.config import DataConfig
+from async_rl.data.prompts import Prompts, difficulties, order
 from buffers import messages as m
 from buffers.client import Client
 from launchers.errors import RunFailed
@@ -14,10 +15,11 @@ BATCH = 16
 class Feeder:
     """Gives the prompts from place `start` of the order on, unless the buffer knows how far an earlier life came."""
 
-    def __init__(self, client: Client, prompts: Prompts, *, seed: int, shuffle: bool, start: int) -> None:
+    def __init__(self, client: Client, prompts: Prompts, config: DataConfig, *, start: int) -> None:
         self._client = client
         self._prompts = prompts
-        self._seed, self._shuffle = seed, shuffle
+        self._config = config
+        self._difficulty = difficulties(prompts, config.difficulty_column)
         self._start = start
         self._go_to(start)
         self.stats = m.Stats()
@@ -26,7 +28,14 @@ class Feeder:
 
     def _go_to(self, place: int) -> None:
         self._place = place
-        self._keys = order(len(self._prompts), seed=self._seed, shuffle=self._shuffle, start=place)
+        self._keys = order(
+            len(self._prompts),
+            seed=self._config.seed,
+            shuffle=self._config.shuffle,
+            start=place,
+            difficulty=self._difficulty,
+            curriculum_epochs=self._config.curriculum_epochs,
+        )
 
     def turn(self, timeout_s: float) -> None:
         """Waits up to `timeout_s` for the buffer and acts on everything it has said."""

@@ -163,8 +163,7 @@ class _Run:
         self.feeder = Feeder(
             self.client,
             prompts,
-            seed=self.config.data.seed,
-            shuffle=self.config.data.shuffle,
+            self.config.data,
             start=found[1].cursor if found else 0,
         )
 

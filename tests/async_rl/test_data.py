@@ -6,12 +6,13 @@ import itertools
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from async_rl.config import DataConfig, TaskConfig, parse
 from async_rl.data import sources
 from async_rl.data.prepare import prepare
-from async_rl.data.prompts import Prompts, order
+from async_rl.data.prompts import Prompts, difficulties, order
 from async_rl.errors import ConfigError, DataError
 from async_rl.tokenizer import tokenizer_of
 
@@ -101,6 +102,26 @@ def test_each_epoch_is_another_permutation_and_a_restart_continues_it() -> None:
     assert [i for _, i in keys[:5]] != [i for _, i in keys[5:10]]
     assert list(itertools.islice(order(5, seed=3, shuffle=True, start=7), 5)) == keys[7:]
     assert list(itertools.islice(order(3, seed=0, shuffle=False), 4)) == [(0, 0), (0, 1), (0, 2), (1, 0)]
+
+
+def test_a_curriculum_rises_in_its_epochs_and_a_restart_goes_on_in_the_same_order() -> None:
+    hard = [3.0, 1.0, 2.0, 1.0, 2.0]
+    how = {"seed": 3, "shuffle": True, "difficulty": hard, "curriculum_epochs": 2}
+    keys = list(itertools.islice(order(5, **how), 15))
+    for epoch in (0, 1):
+        assert [hard[i] for e, i in keys if e == epoch] == sorted(hard)
+    plain = list(itertools.islice(order(5, seed=3, shuffle=True), 15))
+    assert keys[10:] == plain[10:]
+    assert list(itertools.islice(order(5, start=7, **how), 8)) == keys[7:]
+
+
+@pytest.mark.parametrize("value", ["hard", None, True, float("nan")])
+def test_a_difficulty_that_is_no_number_is_named(value: object) -> None:
+    rows = [json.dumps({"level": 1}).encode(), json.dumps({"level": value}).encode()]
+    prompts = Prompts([np.zeros(1, np.int32)] * 2, rows, "")
+    with pytest.raises(DataError, match="row 1"):
+        difficulties(prompts, "level")
+    assert difficulties(prompts, None) == []
 
 
 def test_prompts_are_rendered_with_the_chat_template(tiny_model: Path, tmp_path: Path) -> None:

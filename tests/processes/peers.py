@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import zmq
 
+from async_rl.config import DataConfig
 from async_rl.data.prompts import Prompts
 from buffers import messages as m
 from buffers.client import Client
@@ -145,7 +146,7 @@ class FeederPeer(Peer):
         super().__init__("feeder")
         self._client = Client(endpoint, "feeder", "feeder")
         prompts = Prompts([np.asarray([1, 2, 3])] * 1_000_000, [b"{}"] * 1_000_000, "test")
-        self.feeder = Feeder(self._client, prompts, seed=0, shuffle=False, start=0)
+        self.feeder = Feeder(self._client, prompts, DataConfig(shuffle=False), start=0)
 
     def turn(self) -> None:
         self.feeder.turn(0.05)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from async_rl.config import DataConfig
 from async_rl.data.prompts import Prompts
 from async_rl.rollout.streamer import Streamer
 from buffers import messages as m
@@ -342,7 +343,7 @@ class SimFeeder:
         self.peer = self.link.peer
         count = 10_000
         prompts = Prompts([np.asarray([1, 2])] * count, [b"{}"] * count, "simulated")
-        self.feeder = Feeder(self.link, prompts, seed=0, shuffle=False, start=start)  # type: ignore[arg-type]
+        self.feeder = Feeder(self.link, prompts, DataConfig(shuffle=False), start=start)  # type: ignore[arg-type]
         self._beat()
 
     def _beat(self) -> None:
