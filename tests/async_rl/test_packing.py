@@ -116,7 +116,7 @@ def test_trained_ids_are_the_sampled_ids_and_no_prompt_token_is_a_target() -> No
         mask=np.asarray([1, 1, 1, 0, 1], np.uint8),
         prompts=np.asarray([91, 92, 93], np.int32),
     )
-    planned = Plan(0, 0, [rows], [[1.0, -1.0]], tokens=4, sequences=2, gradient=True)
+    planned = Plan(0, 0, [rows], [[1.0, -1.0]], [[[], []]], tokens=4, sequences=2, gradient=True)
     mine = share(planned, 0, arrays, np.zeros(5, np.int64), parse({"data": {"path": "x"}}))
     (packed,) = pack(mine.segments(), tokens=100)
     assert packed.tokens.tolist() == [[91, 92, 93, 11, 12, 21, 22, 23]]
