@@ -91,7 +91,7 @@ def test_with_keys_nobody_gets_in_without_them(tmp_path: Path) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.connect(server.endpoint)
     for frames in hostile(1, 1000):
-        # A handshake that the server has refused leaves the socket without a peer: what is sent then would wait for ever.
+        # A handshake that was refused leaves the socket without a peer: what is sent then would wait for ever.
         with contextlib.suppress(zmq.Again):
             socket.send_multipart(frames, zmq.NOBLOCK)
     assert not socket.poll(1000)
