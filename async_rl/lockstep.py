@@ -15,19 +15,17 @@ from time import perf_counter
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch.distributed.device_mesh import init_device_mesh
 
 from async_rl.buffer_process import settings
 from async_rl.config import Config
 from async_rl.data.prompts import order
 from async_rl.learner import checkpoint
-from async_rl.learner.batch import Plan, Share, plan, share
+from async_rl.learner.batch import Plan, Share, ages_of, plan, share
 from async_rl.learner.models import build
-from async_rl.learner.report import StepReport, controlled, report
+from async_rl.learner.report import StepReport, controlled, effective_bound, report
 from async_rl.learner.step import Stepper, learning_rate
 from async_rl.rollout.engines.decoder import Decoder, Running
 from async_rl.rollout.engines.protocol import Delta, Request
@@ -39,7 +37,6 @@ from buffers import messages as m
 from buffers.core import Core
 from buffers.store import Send
 from staleness.controller import Control
-from staleness.versions import INJECTED
 from staleness.versions import pack as pack_version
 
 Reward = Callable[[str, dict[str, Any]], float]
@@ -214,7 +211,8 @@ class Lockstep:
         planned = plan(batch, ranks=1, algorithm=self.config.algorithm)
         fetched = self.core.handle("rank0", m.Fetch(batch.lease, [row.ticket for row in planned.rows[0]]))
         arrays = m.SampleArrays.from_frames([bytes(frame) for frame in fetched[0].frames])
-        mine = share(planned, 0, arrays, self._ages(arrays), self.config)
+        ages = ages_of(arrays, pack_version(0, self.step), self.core.store.lineage)
+        mine = share(planned, 0, arrays, ages, self.config)
         if self.observe is not None:
             self.observe(planned, mine)
         result = None
@@ -226,18 +224,12 @@ class Lockstep:
         if result is not None:
             self.decoder.load(checkpoint.full_tensors(self.models.policy), version)
         self.decoder.version = version
-        found = [] if result is None else [result.log_ratio]
-        self.control = controlled(self.control, found, self.config.staleness)
-        effective = self.control.eta if self.config.staleness.controller.target_ess else None
-        self._tell("rank0", m.Commit(batch.lease, version, result is not None, effective))
+        parts = [StepReport.of(mine, result)]
+        self.control = controlled(self.control, parts, self.config.staleness)
+        bound = effective_bound(self.control, self.config.staleness)
+        self._tell("rank0", m.Commit(batch.lease, version, result is not None, bound))
         times = {"wait_s": waited, "train_s": perf_counter() - begun}
-        line = report(planned, batch, [StepReport.of(mine, result)], self.config, times)
-        line |= {"effective_max_staleness": self.control.eta, "rate_scale": self.control.scale}
-        return {"step": self.step, **line}
-
-    def _ages(self, arrays: m.SampleArrays) -> NDArray[np.int64]:
-        versions = arrays.versions
-        return np.where(versions == INJECTED, 0, self.step - versions)
+        return {"step": self.step, **report(planned, batch, parts, self.config, times, self.control)}
 
 
 @contextmanager

@@ -231,9 +231,10 @@ class Core:
         tally = self.store.tally
         tally.failed_groups += 1
         tally.failed_in_a_row += 1
-        if tally.failed_in_a_row >= self.settings.max_consecutive_failed_groups and self.store.feeder is not None:
-            reason = f"{tally.failed_in_a_row} groups in a row failed entirely; the last error: {tally.last_error}"
-            self.store.send(self.store.feeder, m.Fatal(reason, self.store.stats()))
+        if tally.failed_in_a_row >= self.settings.max_consecutive_failed_groups:
+            self._end_run(
+                f"{tally.failed_in_a_row} groups in a row failed entirely; the last error: {tally.last_error}"
+            )
 
     def _filter(self, group: Group) -> None:
         """The group's rewards are all equal: another takes its place."""
@@ -241,11 +242,14 @@ class Core:
         tally = self.store.tally
         tally.filtered_groups += 1
         tally.filtered_in_a_row += 1
-        if tally.filtered_in_a_row >= self.settings.max_consecutive_filtered and self.store.feeder is not None:
-            reason = (
+        if tally.filtered_in_a_row >= self.settings.max_consecutive_filtered:
+            self._end_run(
                 f"{tally.filtered_in_a_row} groups in a row had equal rewards, and dynamic sampling leaves those out: "
                 "the task is too hard, too easy, or learnt"
             )
+
+    def _end_run(self, reason: str) -> None:
+        if self.store.feeder is not None:
             self.store.send(self.store.feeder, m.Fatal(reason, self.store.stats()))
 
     def _give_up(self, serial: int) -> None:

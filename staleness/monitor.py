@@ -21,6 +21,11 @@ def age_histogram(ages: NDArray[np.int64], max_staleness: int) -> list[int]:
     return np.bincount(ages, minlength=max_staleness + 1).tolist()
 
 
+def ratios(log_ratio: Floats) -> Floats:
+    """Importance ratios, float64, of log-ratios held within +-20."""
+    return np.exp(np.clip(log_ratio.astype(np.float64), -20.0, 20.0))
+
+
 def ratio_summary(log_ratio: Floats) -> dict[str, float]:
     """Mean, extremes and KL of importance ratios, from log-ratios `log pi - log mu` of single tokens.
 
@@ -28,13 +33,12 @@ def ratio_summary(log_ratio: Floats) -> dict[str, float]:
     """
     if log_ratio.size == 0:
         return {}
-    clamped = np.clip(log_ratio.astype(np.float64), -20.0, 20.0)
-    ratio = np.exp(clamped)
+    ratio = ratios(log_ratio)
     return {
         "ratio_mean": float(ratio.mean()),
         "ratio_max": float(ratio.max()),
         "ratio_min": float(ratio.min()),
         "ratio_p99": float(np.quantile(ratio, 0.99)),
-        "kl": float((ratio - 1.0 - clamped).mean()),
+        "kl": float((ratio - 1.0 - np.log(ratio)).mean()),
         "ess": ess(ratio),
     }

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from async_rl.algorithms import losses
-from async_rl.algorithms.config import AlgorithmConfig, form
+from async_rl.algorithms.config import AlgorithmConfig, Form, form
 from staleness.config import CorrectionConfig
 from staleness.corrections import Keep, Sequences, Tokens, correct
 
@@ -59,10 +59,9 @@ class LossMetrics(NamedTuple):
     kl_reference: Float[Tensor, ""]
 
 
-def log_rho(batch: LossInput, algorithm: AlgorithmConfig, correction: CorrectionConfig) -> Tokens:
+def log_rho(current: Tokens, proximal: Tokens, behaviour: Tokens, form: Form) -> Tokens:
     """The log-ratio that the correction sees."""
-    trained = batch.proximal if form(algorithm, correction) == "decoupled" else batch.current
-    return (trained - batch.behaviour).detach()
+    return ((proximal if form == "decoupled" else current) - behaviour).detach()
 
 
 def objective(batch: LossInput, algorithm: AlgorithmConfig, correction: CorrectionConfig) -> losses.Objective:
@@ -94,7 +93,8 @@ def loss(
 ) -> tuple[Float[Tensor, ""], LossMetrics]:
     """The loss of one micro-batch; those of all micro-batches of all ranks add up to that of the batch."""
     value, clipped = objective(batch, algorithm, correction)
-    weight, keep = correct(correction, log_rho(batch, algorithm, correction), batch.sequences, batch.kept)
+    seen = log_rho(batch.current, batch.proximal, batch.behaviour, form(algorithm, correction))
+    weight, keep = correct(correction, seen, batch.sequences, batch.kept)
     factor = batch.scale * weight * keep
     total = -(factor * value).sum()
     divergence = torch.zeros_like(batch.current)

@@ -11,13 +11,11 @@ the sum of the steps' (`reward.function: environment`), beside other rewards if 
 from __future__ import annotations
 
 import hashlib
-import importlib
-import os
-import sys
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from async_rl.environments.calculator import Calculator
+from async_rl.named import named
 
 
 class Step(NamedTuple):
@@ -46,12 +44,7 @@ Factory = Callable[..., Environment]
 
 def find(name: str) -> Factory:
     """The factory of that name; the working directory is importable."""
-    if name == "calculator":
-        return Calculator
-    module, _, function = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    return getattr(importlib.import_module(module), function)
+    return Calculator if name == "calculator" else named(name)
 
 
 def anchor(text: str) -> int:

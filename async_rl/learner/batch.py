@@ -14,7 +14,7 @@ from async_rl.config import AlgorithmConfig, Config
 from async_rl.learner.packing import Ints, Member, Segment
 from async_rl.rewards.shaping import raw
 from buffers.messages import Batch, BatchRow, SampleArrays
-from staleness.versions import INJECTED
+from staleness.versions import INJECTED, Lineage
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,8 @@ class Plan:
     """What rank 0 tells every rank: its rows, their advantages, and the size of the whole batch.
 
     `rows[r]` and `advantages[r]` are those of rank r, whole groups, in order of group; `turns[r]` has for each row what
-    its turns add to that, as (first token, advantage). `tokens` counts the trainable
-    tokens of the global batch, `sequences` the trajectories that have some; `gradient` is False if no sample of it has
-    a gradient.
+    its turns add to that, as (first token, advantage). `tokens` counts the trainable tokens of the global batch,
+    `sequences` the trajectories that have some; `gradient` is False if no sample of it has a gradient.
     """
 
     lease: int
@@ -125,6 +124,12 @@ class Share:
             if (self.mask[span] & ((self.advantage[span] != 0) | everything)).any():
                 members.setdefault(prompt, []).append(Member(i, self.tokens[span]))
         return [Segment(self.prompts[prompt], group) for prompt, group in members.items()]
+
+
+def ages_of(arrays: SampleArrays, version: int, lineage: Lineage) -> Ints:
+    """Learner steps from each token to `version`; 0 for injected tokens, which have no age."""
+    sampled = np.where(arrays.span_version == INJECTED, version, arrays.span_version)
+    return np.repeat(lineage.age(version, sampled), arrays.span_length)
 
 
 def share(planned: Plan, rank: int, arrays: SampleArrays, ages: Ints, config: Config) -> Share:

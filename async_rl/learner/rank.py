@@ -14,17 +14,16 @@ from urllib.parse import quote
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch.distributed.device_mesh import init_device_mesh
 
 from async_rl import model, process
 from async_rl.data.prompts import Prompts
 from async_rl.learner import checkpoint, state
-from async_rl.learner.batch import Plan, Share, plan, share
+from async_rl.learner.batch import Plan, Share, ages_of, plan, share
 from async_rl.learner.models import build
 from async_rl.learner.packing import Member, Segment, pack
 from async_rl.learner.policy import accumulate, reshard
-from async_rl.learner.report import StepReport, controlled, report
+from async_rl.learner.report import StepReport, controlled, effective_bound, report
 from async_rl.learner.step import Stepper, StepResult, learning_rate
 from async_rl.tracking.metrics import MetricsWriter
 from async_rl.tracking.timeline import Timeline
@@ -32,7 +31,6 @@ from async_rl.weights.manifest import Probe
 from async_rl.weights.publisher import Publisher
 from buffers import messages as m
 from staleness.controller import Control
-from staleness.versions import INJECTED
 from staleness.versions import pack as pack_version
 
 PROBE_TOKENS = 128
@@ -106,16 +104,11 @@ class Learner:
         rows = planned.rows[self.rank]
         request = m.Fetch(planned.lease, [row.ticket for row in rows])
         arrays = self.client.fetch(request)
-        ages = self._ages(arrays)
+        ages = ages_of(arrays, self.version, self.lineage)
         trained = ages[arrays.mask.astype(bool)]
         if trained.size and trained.max() > self.config.staleness.max_staleness:
             raise AssertionError(f"a token of age {trained.max()} passed the bound of the buffer")
         return share(planned, self.rank, arrays, ages, self.config)
-
-    def _ages(self, arrays: m.SampleArrays) -> NDArray[np.int64]:
-        """Learner steps since each token was sampled; 0 for injected tokens, which have no age."""
-        sampled = np.where(arrays.span_version == INJECTED, self.version, arrays.span_version)
-        return np.repeat(self.lineage.age(self.version, sampled), arrays.span_length)
 
     def _train(self, planned: Plan, mine: Share) -> StepResult:
         learner = self.config.learner
@@ -157,13 +150,11 @@ class Learner:
 
     def _commit(self, planned: Plan, *, changed: bool) -> None:
         if self.rank == 0:
-            commit = m.Commit(planned.lease, self.version, changed, self._effective_bound())
+            bound = effective_bound(self.control, self.config.staleness)
+            commit = m.Commit(planned.lease, self.version, changed, bound)
             reply = self.client.ask(commit, m.Committed)
             assert reply is not None
             self.cursor = reply.cursor
-
-    def _effective_bound(self) -> int | None:
-        return self.control.eta if self.config.staleness.controller.target_ess else None
 
     def _tell(self, message: m.Published | m.Checkpointed) -> None:
         if self.rank == 0:
@@ -212,12 +203,11 @@ class Learner:
     ) -> None:
         shares = [None] * self.world
         dist.all_gather_object(shares, StepReport.of(mine, result))
-        found = [part.result.log_ratio for part in shares if part is not None and part.result is not None]
-        self.control = controlled(self.control, found, self.config.staleness)
+        parts = [part for part in shares if part]
+        self.control = controlled(self.control, parts, self.config.staleness)
         if batch is not None:
             times = {"wait_s": started - waited, "train_s": trained - started, "publish_s": published - trained}
-            line = report(planned, batch, [part for part in shares if part], self.config, times)
-            line |= {"effective_max_staleness": self.control.eta, "rate_scale": self.control.scale}
+            line = report(planned, batch, parts, self.config, times, self.control)
             self.metrics.write({"step": self.step, "time": published, **line})
 
     def _wire_dtype(self) -> torch.dtype:

@@ -31,16 +31,23 @@ class StepReport:
         return cls(share.age[share.mask], members, result)
 
 
-def controlled(control: Control, log_ratios: list[NDArray[np.float32]], staleness: StalenessConfig) -> Control:
-    """What the controller makes of a step's log-ratios, those of all ranks; as it was if there is no controller."""
+def controlled(control: Control, parts: list[StepReport], staleness: StalenessConfig) -> Control:
+    """What the controller makes of a step; as it was if there is no controller, or no gradient."""
     target = staleness.controller.target_ess
-    if target is None or not log_ratios:
+    ratios = [monitor.ratios(part.result.log_ratio) for part in parts if part.result is not None]
+    if target is None or not ratios:
         return control
-    ess = monitor.ratio_summary(np.concatenate(log_ratios)).get("ess", float("nan"))
-    return decide(control, ess, target=target, most=staleness.max_staleness)
+    return decide(control, monitor.ess(np.concatenate(ratios)), target=target, most=staleness.max_staleness)
 
 
-def report(plan: Plan, batch: Batch, parts: list[StepReport], config: Config, times: dict[str, float]) -> Record:
+def effective_bound(control: Control, staleness: StalenessConfig) -> int | None:
+    """What the learner asks of the buffer; None without a controller."""
+    return None if staleness.controller.target_ess is None else control.eta
+
+
+def report(
+    plan: Plan, batch: Batch, parts: list[StepReport], config: Config, times: dict[str, float], control: Control
+) -> Record:
     """The metrics of one step. Shares are of 1; tokens and trajectories are counts; times are seconds."""
     ages = np.concatenate([part.ages for part in parts])
     results = [part.result for part in parts if part.result is not None]
@@ -62,6 +69,8 @@ def report(plan: Plan, batch: Batch, parts: list[StepReport], config: Config, ti
         "ages": monitor.age_histogram(ages, config.staleness.max_staleness),
         "masked_share": 1 - plan.tokens / max(1, sum(lengths)),
         "skipped": int(not plan.gradient),
+        "effective_max_staleness": control.eta,
+        "rate_scale": control.scale,
         **times,
         "buffer_running": stats.running,
         "buffer_ready": stats.ready,

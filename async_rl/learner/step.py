@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from async_rl.algorithms import losses
 from async_rl.algorithms.advantages import whiten
 from async_rl.algorithms.config import form
 from async_rl.algorithms.credit import Episode, credit, last_of
-from async_rl.algorithms.objective import LossInput, LossMetrics, loss
+from async_rl.algorithms.objective import LossInput, LossMetrics, log_rho, loss
 from async_rl.config import Config
 from async_rl.learner.batch import Share
 from async_rl.learner.packing import Member, Packed, Segment, pack
@@ -57,6 +58,19 @@ class Known:
     reference: Tensor | None = None
     values: Tensor | None = None
     kept: Tensor | None = None
+
+
+class Chosen(NamedTuple):
+    """Of a micro-batch's sampled tokens those that may be trained on.
+
+    keep     which they are, on the device
+    source   the trajectory of each that is chosen
+    flat     its place in the share
+    """
+
+    keep: Tensor
+    source: NDArray[np.int64]
+    flat: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -120,25 +134,24 @@ class Stepper:
 
     def _look(self, share: Share, micro: list[Packed]) -> Known:
         correction, algorithm = self._correction, self._algorithm
-        logprobs = reference = values = None
-        if correction.name == "m2":
-            # Over the whole batch: also of what has no advantage.
-            everything = self._micro_batches(share.segments(everything=True))
-            (logprobs,) = self._sweep(share, everything, self._policy, lambda scores: [scores.logprobs])
+        m2, shared = correction.name == "m2", algorithm.critic and self._critic is None
+        known = Known()
+        if m2 or shared or correction.proximal == "recompute" or algorithm.advantage == "vtrace":
+            # m2 is of the whole batch: also of what has no advantage.
+            seen = self._micro_batches(share.segments(everything=True)) if m2 else micro
+            logprobs, *more = self._sweep(
+                share, seen, self._policy, lambda scores: [scores.logprobs, *([scores.values] if shared else [])]
+            )
+            known = Known(logprobs, values=more[0] if more else None)
+        if m2:
+            known = replace(known, kept=self._kept(share, known))
         if self._reference is not None:
             (reference,) = self._sweep(share, micro, self._reference, lambda scores: [scores.logprobs])
-        if algorithm.critic and self._critic is None:
-            logprobs, values = self._sweep(share, micro, self._policy, lambda scores: [scores.logprobs, scores.values])
-        elif logprobs is None and (correction.proximal == "recompute" or algorithm.advantage == "vtrace"):
-            (logprobs,) = self._sweep(share, micro, self._policy, lambda scores: [scores.logprobs])
+            known = replace(known, reference=reference)
         if self._critic is not None:
             (values,) = self._sweep(share, micro, self._critic.model, lambda found: [found])
-        known = Known(logprobs, reference, values)
-        return (
-            replace(known, kept=self._kept(share, logprobs))
-            if correction.name == "m2" and logprobs is not None
-            else known
-        )
+            known = replace(known, values=values)
+        return known
 
     def _sweep(
         self, share: Share, micro: list[Packed], model: nn.Module, columns: Callable[..., list[Tensor]]
@@ -157,14 +170,15 @@ class Stepper:
             reshard(model)
         return out
 
-    def _kept(self, share: Share, logprobs: Tensor) -> Tensor:
+    def _kept(self, share: Share, known: Known) -> Tensor:
         """What `m2` leaves of the tokens of the global batch."""
+        assert known.logprobs is not None
         at = np.flatnonzero(share.mask)
-        current, behaviour = logprobs[self._tensor(at)], self._tensor(share.logprobs[at])
-        if form(self._algorithm, self._correction) == "decoupled" and self._correction.proximal == "loglinear":
-            current = loglinear(behaviour, current, self._tensor(share.age[at]))
+        current, behaviour = known.logprobs[self._tensor(at)], self._tensor(share.logprobs[at])
+        proximal = self._anchor(share, at, current, behaviour, known)
+        seen = log_rho(current, proximal, behaviour, form(self._algorithm, self._correction))
         everyone: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * self._world
-        dist.all_gather_object(everyone, (current - behaviour).cpu().numpy())
+        dist.all_gather_object(everyone, seen.cpu().numpy())
         keep = m2_keep(np.concatenate(everyone), self._correction.tau)
         first = sum(part.size for part in everyone[: dist.get_rank()])
         out = np.ones(share.tokens.size, np.bool_)
@@ -174,11 +188,11 @@ class Stepper:
     def _credit(self, share: Share, known: Known) -> tuple[Share, Tensor]:
         """The share with an advantage for each token, and what its value should have been."""
         advantage, target = np.zeros(share.tokens.size), np.zeros(share.tokens.size)
+        reference = known.reference if self._algorithm.kl.place == "reward" else None
         values, reference, logprobs = (
             None if column is None else column.double().cpu().numpy()
-            for column in (known.values, known.reference, known.logprobs)
+            for column in (known.values, reference, known.logprobs)
         )
-        penalised = self._algorithm.kl.place == "reward" and reference is not None
         for start, end in zip(share.starts[:-1].tolist(), share.starts[1:].tolist(), strict=True):
             at = start + np.flatnonzero(share.sampled[start:end])
             if not share.mask[start:end].any():
@@ -187,7 +201,7 @@ class Stepper:
                 last_of(share.sampled[start:end], float(share.advantage[start])),
                 None if values is None else values[at],
                 None if logprobs is None else logprobs[at] - share.logprobs[at],
-                share.logprobs[at] - reference[at] if penalised and reference is not None else None,
+                None if reference is None else share.logprobs[at] - reference[at],
             )
             advantage[at], target[at] = credit(self._algorithm, episode)
         if self._algorithm.advantage.startswith("reinforce++") or self._algorithm.whiten:
@@ -216,15 +230,15 @@ class Stepper:
         for i, packed in enumerate(micro):
             accumulate(self._policy, last=i == len(micro) - 1)
             scores: Scores = self._policy(packed)
-            chosen, flat = self._chosen(share, packed)
-            entropy = scores.entropy[chosen]
-            batch = self._input(share, packed, scores.logprobs[chosen], chosen, known)
+            chosen = self._chosen(share, packed)
+            entropy = scores.entropy[chosen.keep]
+            batch = self._input(share, chosen, scores.logprobs[chosen.keep], known)
             if self._algorithm.entropy:
                 batch = batch._replace(entropy=entropy)
             value, metrics = loss(batch, self._algorithm, self._correction)
             total += float(value.detach())
             if scores.values is not None:
-                error = self._value_loss(scores.values[chosen], batch.scale, flat, known, targets)
+                error = self._value_loss(share, chosen, scores.values, known, targets)
                 value_total += float(error.detach())
                 value = value + self._algorithm.value.coefficient * error
             # FSDP averages gradients over the ranks; the loss is a sum over them. An empty mask still takes part.
@@ -253,22 +267,20 @@ class Stepper:
         for i, packed in enumerate(micro):
             accumulate(critic.model, last=i == len(micro) - 1)
             values: Tensor = critic.model(packed)
-            chosen, flat = self._chosen(share, packed)
-            scale = self._tensor(share.scale[packed.source[chosen.cpu().numpy()]].astype(np.float32))
-            error = self._value_loss(values[chosen], scale, flat, known, targets)
+            error = self._value_loss(share, self._chosen(share, packed), values, known, targets)
             (error * self._world + 0.0 * values.sum()).backward()
             total += float(error.detach())
         self._update(critic.model, critic.optimizer)
         return total
 
-    def _value_loss(
-        self, values: Tensor, scale: Tensor, flat: NDArray[np.int64], known: Known, targets: Tensor | None
-    ) -> Tensor:
+    def _value_loss(self, share: Share, chosen: Chosen, values: Tensor, known: Known, targets: Tensor | None) -> Tensor:
+        """Of the chosen ones of a micro-batch's `values`."""
         assert known.values is not None
         assert targets is not None
-        at = self._tensor(flat)
+        at = self._tensor(chosen.flat)
         clip = self._algorithm.value.clip
-        return (scale * losses.value_loss(values, known.values[at], targets[at], clip)).sum()
+        each = losses.value_loss(values[chosen.keep], known.values[at], targets[at], clip)
+        return (self._scale(share, chosen) * each).sum()
 
     def _update(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> float:
         """Clips the gradient and steps; returns its norm."""
@@ -282,40 +294,43 @@ class Stepper:
 
     # --- columns -----------------------------------------------------------------------------------------------
 
-    def _chosen(self, share: Share, packed: Packed) -> tuple[Tensor, NDArray[np.int64]]:
-        """Which of a micro-batch's sampled tokens may be trained on, and their places in the share."""
+    def _chosen(self, share: Share, packed: Packed) -> Chosen:
         if _is_empty(packed):
-            return torch.zeros(packed.source.size, dtype=torch.bool, device=self._device), np.empty(0, np.int64)
+            none = np.empty(0, np.int64)
+            return Chosen(torch.zeros(packed.source.size, dtype=torch.bool, device=self._device), none, none)
         flat = share.starts[packed.source] + packed.offset
         keep = share.mask[flat]
-        return self._tensor(keep), flat[keep]
+        return Chosen(self._tensor(keep), packed.source[keep], flat[keep])
 
-    def _input(self, share: Share, packed: Packed, current: Tokens, chosen: Tensor, known: Known) -> LossInput:
+    def _scale(self, share: Share, chosen: Chosen) -> Tensor:
+        return self._tensor(share.scale[chosen.source].astype(np.float32))
+
+    def _input(self, share: Share, chosen: Chosen, current: Tokens, known: Known) -> LossInput:
         """The trainable tokens of a micro-batch, of log-probs `current`, with all that the loss wants to know."""
-        keep = chosen.cpu().numpy()
-        source = packed.source[keep]
-        flat = share.starts[source] + packed.offset[keep]
+        source, flat = chosen.source, chosen.flat
         at = self._tensor(flat)
         behaviour = self._tensor(share.logprobs[flat])
         return LossInput(
             current=current,
-            proximal=self._anchor(current, behaviour, self._tensor(share.age[flat]), at, known),
+            proximal=self._anchor(share, flat, current, behaviour, known),
             behaviour=behaviour,
             advantage=self._tensor(share.advantage[flat].astype(np.float32)),
-            scale=self._tensor(share.scale[source].astype(np.float32)),
+            scale=self._scale(share, chosen),
             sequences=Sequences(self._tensor(source), share.scale.size),
             positive=self._tensor(share.positive[source]),
             kept=None if known.kept is None else known.kept[at],
             reference=None if known.reference is None else known.reference[at],
         )
 
-    def _anchor(self, current: Tokens, behaviour: Tokens, age: Tensor, at: Tensor, known: Known) -> Tokens:
-        """The proximal policy's log-probs."""
+    def _anchor(
+        self, share: Share, flat: NDArray[np.int64], current: Tokens, behaviour: Tokens, known: Known
+    ) -> Tokens:
+        """The proximal policy's log-probs of the tokens at `flat`."""
         match self._correction.proximal:
             case "recompute" if known.logprobs is not None:
-                return known.logprobs[at]
+                return known.logprobs[self._tensor(flat)]
             case "loglinear":
-                return loglinear(behaviour, current, age)
+                return loglinear(behaviour, current, self._tensor(share.age[flat]))
             case "behaviour":
                 return behaviour
             case _:

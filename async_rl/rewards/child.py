@@ -6,11 +6,9 @@ Requests and replies travel over an inherited socket, so that a reward may print
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import json
 import math
-import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from async_rl.named import named
 from async_rl.process import die_with_parent
 
 ERROR_CHARACTERS = 4000
@@ -40,9 +39,7 @@ def load(name: str) -> Callable[[str, dict[str, Any]], Any]:
     """The function that `module:function` or `reasoning_gym` names; the working directory is importable."""
     if name == "reasoning_gym":
         name = "async_rl.rewards.functions:reasoning_gym"
-    module, _, function = name.partition(":")
-    sys.path.insert(0, os.getcwd())
-    return getattr(importlib.import_module(module), function)
+    return named(name)
 
 
 def score(function: Callable[[str, dict[str, Any]], Any], request: Request) -> Reply:
