@@ -24,6 +24,7 @@ def settings(config: Config) -> Settings:
         on_failed=buffer.groups.on_failed,
         dynamic_sampling=buffer.groups.dynamic_sampling,
         max_consecutive_filtered=buffer.groups.max_consecutive_filtered,
+        segments=config.staleness.segments,
         max_attempts=buffer.max_attempts,
         replayable=config.environment.name is None or config.environment.replayable,
         max_consecutive_failed_groups=buffer.max_consecutive_failed_groups,

@@ -1,6 +1,6 @@
 """The whole configuration: one typed tree, read from YAML, overridden from the command line, checked before use.
 
-Every package declares its own part; this module composes them and checks what spans several. Nothing here imports
+Every package declares its own part; this module composes them, `checks` says what goes together. Nothing here imports
 torch, so a wrong configuration is refused at once.
 """
 
@@ -18,16 +18,15 @@ import yaml
 from msgspec import Meta, Struct
 
 from async_rl.algorithms import presets
-from async_rl.algorithms.config import COMPARING, AlgorithmConfig, conflict, form
+from async_rl.algorithms.config import AlgorithmConfig
+from async_rl.checks import check, notes
 from async_rl.environments.config import EnvironmentConfig
 from async_rl.errors import ConfigError
 from async_rl.rewards.config import RewardConfig
-from buffers import keys
 from buffers.config import BufferConfig
-from buffers.errors import KeysError
-from buffers.pool import MAX_ROWS
-from staleness import bounds
 from staleness.config import StalenessConfig
+
+__all__ = ["Config", "ConfigError", "check", "dump", "fields", "find", "load", "notes", "override", "parse"]
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveFloat = Annotated[float, Meta(gt=0, lt=1e12)]
@@ -94,6 +93,15 @@ class RolloutConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Longest response in tokens."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature. Behaviour log-probs are under it. Greedy decoding is for evaluation only."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Samples from the likeliest tokens that hold this much of the probability. 1: from all."""
+    top_k: Annotated[int, Meta(ge=0)] = 0
+    """Samples from so many of the likeliest tokens. 0: from all."""
+    min_p: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """Samples from tokens at least this share as likely as the likeliest. 0: from all."""
+    allow_truncated_sampling: bool = False
+    """Accepts the three above, though the learner's distribution is over all tokens. The mass that the current policy
+    gives to what could be sampled is then in the metrics, as `surviving_mass`."""
     chunk_tokens: PositiveInt = 16
     """A trajectory's tokens are sent when this many are waiting, when `flush_ms` have passed, and at its end."""
     flush_ms: PositiveFloat = 100.0
@@ -102,6 +110,11 @@ class RolloutConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Compute type of the engine."""
     kv_cache_gib: PositiveInt = 1
     """KV cache of a vLLM engine on a CPU, in GiB."""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether some tokens are never sampled."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 class LearnerConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -261,161 +274,6 @@ def override(text: str) -> tuple[str, object]:
         return key.strip(), _yaml(value)
     except yaml.YAMLError as error:
         raise ConfigError("--set", text, "the value is not valid YAML", "Quote it") from error
-
-
-def check(config: Config) -> None:
-    """Refuses combinations that cannot run; each field on its own has been checked already."""
-    buffer, correction = config.buffer, config.staleness.correction
-    if buffer.batch_size % buffer.group_size:
-        raise ConfigError(
-            "buffer.batch_size", buffer.batch_size,
-            f"not a multiple of buffer.group_size = {buffer.group_size}, and a batch holds whole groups",
-            f"Use {max(1, buffer.batch_size // buffer.group_size) * buffer.group_size}",
-        )  # fmt: skip
-    if buffer.group_size == 1 and config.algorithm.advantage in COMPARING:
-        raise ConfigError(
-            "buffer.group_size", 1, "advantages compare the members of a group, so a group of one never trains",
-            "Use at least 2, or an advantage that compares nobody: gae, vtrace, reinforce++, rloo",
-        )  # fmt: skip
-    if buffer.groups.dynamic_sampling and buffer.groups.policy == "split":
-        raise ConfigError(
-            "buffer.groups.dynamic_sampling", True,
-            "whether all rewards are equal is known when the whole group has ended, and split offers members before",
-            "Use buffer.groups.policy: whole",
-        )  # fmt: skip
-    window = bounds.capacity(max_staleness=config.staleness.max_staleness, batch=buffer.batch_size, slack=buffer.slack)
-    if window > MAX_ROWS:
-        raise ConfigError(
-            "staleness.max_staleness", config.staleness.max_staleness,
-            f"{window} trajectories might be in flight, (max_staleness + 1) * batch_size + slack; {MAX_ROWS} can be",
-            "Lower it, or buffer.batch_size",
-        )  # fmt: skip
-    groups = buffer.groups
-    if groups.min_group > buffer.group_size:
-        raise ConfigError(
-            "buffer.groups.min_group", groups.min_group,
-            f"larger than buffer.group_size = {buffer.group_size}, so no group could ever be trained on",
-            f"Use at most {buffer.group_size}",
-        )  # fmt: skip
-    if config.staleness.on_stale == "pace":
-        for path, value, wanted in (
-            ("buffer.sampler.name", buffer.sampler.name, "oldest"),
-            ("buffer.slack", buffer.slack, 0),
-            ("buffer.groups.policy", groups.policy, "whole"),
-        ):
-            if value != wanted:
-                raise ConfigError(
-                    path, value, "staleness.on_stale: pace holds each batch for its oldest groups, which needs "
-                    f"{wanted!r} here", f"Set {path}={wanted}, or staleness.on_stale: mask",
-                )  # fmt: skip
-    if not re.fullmatch(r"(tcp://|ipc://).+", buffer.security.bind):
-        raise ConfigError(
-            "buffer.security.bind", buffer.security.bind, "not an address ZeroMQ can listen on",
-            "Write for example tcp://127.0.0.1:*",
-        )  # fmt: skip
-    try:
-        keys.check(buffer.security.bind, buffer.security.keys)
-    except KeysError as error:
-        raise ConfigError("buffer.security", buffer.security.bind, str(error), "See `async-rl keys --help`") from error
-    if config.data.system_prompt is not None and not config.data.chat_template:
-        raise ConfigError(
-            "data.system_prompt", config.data.system_prompt, "it is part of a chat, and data.chat_template is false",
-            "Put the text into the prompts, or set data.chat_template: true",
-        )  # fmt: skip
-    wrong = conflict(config.algorithm, correction)
-    if wrong is not None:
-        raise ConfigError(*wrong)
-    anchored = form(config.algorithm, correction) == "coupled" or correction.proximal == "recompute"
-    if config.learner.epochs > 1 and not anchored:
-        raise ConfigError(
-            "learner.epochs", config.learner.epochs,
-            "several optimizer steps on a batch need an anchor that stays in place while the policy moves",
-            "Set algorithm.loss: ppo and staleness.correction.proximal: recompute, or epochs: 1",
-        )  # fmt: skip
-    if config.launch.placement == "colocated":
-        raise ConfigError(
-            "launch.placement", "colocated",
-            "time-sharing of one set of devices by both pools is not built yet",
-            "Use disjoint; on one machine the pools get their own cores",
-        )  # fmt: skip
-    if (config.data.path is None) == (config.data.task is None):
-        raise ConfigError(
-            "data.path", config.data.path, "exactly one of data.path and data.task says where prompts come from",
-            "Set data.path to a file, or data.task.name to a reasoning-gym task",
-        )  # fmt: skip
-    environment, advantage = config.environment, config.algorithm.advantage
-    if environment.name is not None and not re.fullmatch(r"calculator|[\w.]+:\w+", environment.name):
-        raise ConfigError(
-            "environment.name", environment.name, "neither calculator nor of the form module:factory",
-            "Write for example my_environments:Shell",
-        )  # fmt: skip
-    if "{text}" not in environment.template:
-        raise ConfigError(
-            "environment.template", environment.template, "the environment's answer has no place in it", "Put {text} in"
-        )
-    if advantage == "gigpo" and environment.name is None:
-        raise ConfigError(
-            "algorithm.advantage", advantage, "it compares turns in an environment, and there is none",
-            "Set environment.name, or algorithm.advantage: grpo",
-        )  # fmt: skip
-    if advantage == "remax" and groups.policy == "split":
-        raise ConfigError(
-            "buffer.groups.policy", groups.policy, "the member that finds out the greedy response may come last",
-            "Use buffer.groups.policy: whole",
-        )  # fmt: skip
-    paths = {"reward.function": config.reward.function}
-    paths |= {f"reward.others.{name}.function": other.function for name, other in config.reward.others.items()}
-    for path, function in paths.items():
-        _check_reward(path, function, config)
-    clip = config.reward.clip
-    if clip is not None and clip[0] >= clip[1]:
-        raise ConfigError("reward.clip", clip, "the lowest sum is not below the highest", "Write [lowest, highest]")
-    if "reward" in config.reward.others:
-        raise ConfigError(
-            "reward.others", "reward", "that is the name of reward.function itself", "Choose another name"
-        )
-    if not re.fullmatch(r"\w[\w.\-]{0,99}", config.name):
-        raise ConfigError("name", config.name, "it names a folder", "Use up to 100 letters, digits, '.', '_' and '-'")
-
-
-def _check_reward(path: str, function: str, config: Config) -> None:
-    if function == "reasoning_gym" and config.data.task is None:
-        raise ConfigError(
-            path, function, "its scorer belongs to a reasoning-gym task, and there is none",
-            "Set data.task, or reward.function to your own module:function",
-        )  # fmt: skip
-    if function == "environment" and config.environment.name is None:
-        raise ConfigError(path, function, "there is no environment", "Set environment.name, or another function")
-    if not re.fullmatch(r"reasoning_gym|environment|model:.+|[\w.]+:\w+", function):
-        raise ConfigError(
-            path, function, "neither of the form module:function nor model:PATH",
-            "Write for example my_rewards:exact_match",
-        )  # fmt: skip
-
-
-def notes(config: Config) -> list[str]:
-    """What a user should know about a valid configuration before it runs."""
-    out: list[str] = []
-    correction = config.staleness.correction
-    anchored = correction.proximal in ("loglinear", "behaviour")
-    if config.algorithm.loss == "ppo" and config.learner.epochs == 1 and not anchored:
-        out.append("one optimizer step per batch: the PPO ratio is 1, so clipping does nothing; the correction is all")
-    ignored = correction.name == "none" and form(config.algorithm, correction) != "coupled"
-    if ignored and config.algorithm.advantage != "vtrace" and config.staleness.max_staleness > 0:
-        out.append("staleness.correction.name: none ignores the difference between the sampling and trained policy")
-    if config.buffer.group_size == 1 and config.algorithm.advantage == "rloo":
-        out.append("groups of one: the advantage of rloo is the reward itself, without a baseline")
-    groups = config.buffer.groups
-    if groups.policy == "deadline_versions" and groups.deadline_versions > config.staleness.max_staleness:
-        out.append(
-            f"groups are cut {groups.deadline_versions} steps after their issue, but tokens older than "
-            f"{config.staleness.max_staleness} are not trained on: early members may have gone stale by then"
-        )
-    slots = config.rollout.workers * config.rollout.slots
-    window = (config.staleness.max_staleness + 1) * config.buffer.batch_size + config.buffer.slack
-    if slots > window:
-        out.append(f"{slots} slots, but at most {window} trajectories may be in flight: some slots stay empty")
-    return out
 
 
 def fields(struct: type[Struct] = Config, prefix: str = "") -> list[tuple[str, type[Any]]]:

@@ -121,15 +121,9 @@ class Lockstep:
         return [self._text(running.tokens) for running in asked]
 
     def _decoder(self, problems: Sequence[Problem], slots: int, seed: int) -> Decoder:
-        rollout = self.config.rollout
-        return Decoder(
-            self._path,
-            slots=slots,
-            length=max(len(problem.tokens) for problem in problems) + rollout.max_tokens,
-            temperature=rollout.temperature,
-            dtype=getattr(torch, rollout.dtype),
-            seed=seed,
-        )
+        rollout = msgspec.structs.replace(self.config.rollout, slots=slots)
+        longest = max(len(problem.tokens) for problem in problems) + rollout.max_tokens
+        return Decoder(self._path, rollout, length=longest, seed=seed)
 
     # --- the core's peers --------------------------------------------------------------------------------------
 

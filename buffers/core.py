@@ -58,7 +58,8 @@ class Core:
         the sender's (any more) is `fenced`.
         """
         self.issuing.append(peer, seq, chunks)
-        return self._sent()
+        # More tokens are a reason to look at what is on offer only if they can be offered.
+        return self._sent() if self.settings.segments is None else self._settle()
 
     def reloaded(self, message: m.Reloaded, tokens: NDArray[np.int32], logprobs: NDArray[np.float32]) -> list[Send]:
         """What the journal held of the trajectories that `Reload` asked for."""
@@ -135,9 +136,9 @@ class Core:
         self.offering.give_back(name)
 
     def _new_life(self) -> None:
-        for peer in list(self.issuing.workers):
-            self.issuing.lose(peer, by_its_tickets=False)
         self.offering.give_back()
+        for peer in list(self.issuing.workers):
+            self._exhausted(self.issuing.lose(peer, by_its_tickets=False))
         self.store.feeder = None
         self.issuing.credited = 0
         self.store.suspended = True
@@ -146,8 +147,11 @@ class Core:
         for trajectory in trajectories:
             if trajectory.state != "running":
                 continue  # cancelled with its group
+            killer = trajectory.deaths >= self.settings.max_attempts
             error = f"{trajectory.deaths} workers died while they had ticket {trajectory.ticket}"
-            self._failed(trajectory, error, again=False)
+            if not killer:
+                error = f"ticket {trajectory.ticket} was trained on in part, cannot be replayed, and lost its worker"
+            self._failed(trajectory, error, again=not killer)
         for group in dict.fromkeys(trajectory.group for trajectory in trajectories):
             self._review(group)
 

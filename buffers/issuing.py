@@ -29,7 +29,7 @@ class Issuing:
     def welcome(self, peer: str, hello: m.Hello) -> list[Trajectory]:
         """A worker's first hello, or one by which it and the buffer compare what they hold.
 
-        An older worker of the same name is gone; returns its trajectories that are out of attempts.
+        An older worker of the same name is gone; returns its trajectories that cannot go on.
         """
         if hello.slots < 1:
             raise ProtocolError(f"worker {peer!r} offers {hello.slots} slots; at least 1 is needed")
@@ -57,8 +57,11 @@ class Issuing:
         return [peer for peer in self.workers if is_called(peer, name)]
 
     def lose(self, peer: str, *, by_its_tickets: bool = True) -> list[Trajectory]:
-        """The worker is gone: its tickets wait for another, under a new attempt. Returns those that have seen too many
-        workers die, if one of its tickets may have killed this one."""
+        """The worker is gone: its tickets wait for another, under a new attempt.
+
+        Returns those that cannot go on: they have seen too many workers die, if one of its tickets may have killed this
+        one; or they have been trained on in part and cannot be replayed.
+        """
         worker = self.workers.pop(peer)
         store = self.store
         store.tally.lost_workers += by_its_tickets
@@ -69,7 +72,8 @@ class Issuing:
             row = store.pool.row(ticket)
             store.pool.owner[row] = NOBODY
             trajectory.deaths += by_its_tickets
-            if by_its_tickets and trajectory.deaths >= store.settings.max_attempts:
+            out_of_attempts = by_its_tickets and trajectory.deaths >= store.settings.max_attempts
+            if out_of_attempts or (trajectory.start and not store.settings.replayable):
                 exhausted.append(trajectory)
                 continue
             trajectory.attempt += 1

@@ -273,8 +273,9 @@ class Credit(Message, frozen=True):
 
 
 class BatchRow(Struct, frozen=True, array_like=True):
-    """One trajectory of a batch. `trainable` counts the tokens that the bound lets through; `weight` corrects for a
-    sampler that prefers some groups."""
+    """One trajectory of a batch. `trainable` counts the tokens that may be trained on; `weight` corrects for a sampler
+    that prefers some groups. What is before `start` was in earlier batches. If the trajectory `goes_on`, its reward is
+    not known, and its last token here will be in a later batch."""
 
     ticket: int
     group: int
@@ -286,6 +287,8 @@ class BatchRow(Struct, frozen=True, array_like=True):
     weight: float = 1.0
     parts: list[float] = []
     turns: list[Turn] = []
+    start: int = 0
+    goes_on: bool = False
 
 
 class Batch(Message, frozen=True):
@@ -344,6 +347,8 @@ class Stats(Struct, frozen=True):
     refused_chunks: int = 0
     refused_messages: int = 0
     failed_groups: int = 0
+    segments: int = 0
+    """Parts of trajectories that were trained on while the trajectories went on."""
     filtered_groups: int = 0
     """Groups of equal rewards that dynamic sampling has replaced."""
     late_groups: int = 0

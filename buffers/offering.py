@@ -7,6 +7,7 @@ ready ──take──▶ leased ──commit──▶ trained ──checkpoint�
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
 from typing import TypeVar
 
 import msgspec
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from buffers import messages as m
 from buffers.errors import ProtocolError
-from buffers.records import Group, Lease, Trajectory
+from buffers.records import Earlier, Excerpt, Group, Lease, Trajectory
 from buffers.sampler import SAMPLERS, Choice, Offer
 from buffers.store import SELF, Store, is_called
 from staleness import bounds
@@ -103,15 +104,19 @@ class Offering:
     def offer(self) -> None:
         """Answers the waiting `take` if a batch can be offered; trajectories found fully stale expire on the way."""
         batch = self.store.settings.batch
-        if self.take is None or not (sum(self.ready.values()) >= batch or self._stalled()) or self.late():
+        if self.take is None or not (self._on_offer() >= batch or self._stalled()) or self.late():
             return
         peer, version, request = self.take
         offers: list[Offer] = []
-        for serial in list(self.ready):
+        excerpts: dict[int, list[Excerpt]] = {}
+        for serial in list(self.ready if self.store.settings.segments is None else self.store.groups):
             group = self.store.groups[serial]
-            self._expire(group, version)
             if serial in self.ready:
-                offers.append(Offer(serial, self.ready[serial], group.rewards))
+                self._expire(group, version)
+            excerpts[serial] = self._excerpts(group, version)
+            members = self.ready.get(serial, 0) + len(excerpts[serial])
+            if members:
+                offers.append(Offer(serial, members, group.rewards))
         if sum(offer.members for offer in offers) < batch and not self._stalled():
             return
         settings = self.store.settings
@@ -119,7 +124,37 @@ class Offering:
         chosen = SAMPLERS[settings.sampler](offers, batch, rng, exponent=settings.priority_exponent)
         if chosen:
             self.take = None
-            self._lease(peer, version, request, chosen)
+            self._lease(peer, version, request, chosen, excerpts)
+
+    def _on_offer(self) -> int:
+        """Trajectories that are ready, and at most so many segments of others."""
+        least = self.store.settings.segments
+        ready = sum(self.ready.values())
+        if least is None or ready >= self.store.settings.batch:
+            return ready
+        running = [each for each in self.store.trajectories.values() if each.state == "running"]
+        length = self.store.pool.length
+        return ready + sum(int(length[self.store.pool.row(each.ticket)]) > each.start + least for each in running)
+
+    def _excerpts(self, group: Group, version: int) -> list[Excerpt]:
+        """Segments of the group's running members that may be trained on now."""
+        least, pool = self.store.settings.segments, self.store.pool
+        out: list[Excerpt] = []
+        for member in group.having("running") if least is not None else ():
+            row = pool.row(member.ticket)
+            end = bounds.cut(pool.sampled(row), start=member.start, least=least or 0)
+            if end is None:
+                continue
+            usable = self._fresh(member, version)[: end + 1]
+            usable[end] = False
+            if usable.any():
+                tokens, logprobs = pool.tokens[row, : end + 1].copy(), pool.logprobs[row, : end + 1].copy()
+                spans = [span for span in pool.spans_of(row) if span.start <= end]
+                edges = [*(span.start for span in spans), end + 1]
+                lengths = [after - before for before, after in pairwise(edges)]
+                versions = [span.version for span in spans]
+                out.append(Excerpt(member, member.start, end, tokens, logprobs, usable, lengths, versions))
+        return out
 
     def _stalled(self) -> bool:
         """Nothing more can become ready before the next commit: a batch short of B is better than none."""
@@ -138,41 +173,57 @@ class Offering:
     def usable(self, trajectory: Trajectory, version: int) -> NDArray[np.bool_]:
         """Which tokens may be trained on at `version`."""
         if trajectory.usable is None or trajectory.usable_at != version:
-            store, pool = self.store, self.store.pool
-            row = pool.row(trajectory.ticket)
-            # None: injected, or from the future, of a worker that is ahead of its learner's commit.
-            ages = [
-                None if sampled == INJECTED or sampled > version else store.lineage.age_of(version, sampled)
-                for sampled in pool.versions_of(row)
-            ]
-            settings = store.settings
-            fresh = bounds.fresh(ages, max_staleness=settings.max_staleness, on_stale=settings.on_stale)
-            usable = np.isfinite(pool.logprobs[row, : int(pool.length[row])])
-            if not all(fresh):
-                usable &= np.repeat(fresh, pool.span_lengths(row))
-            trajectory.usable = usable
+            trajectory.usable = self._fresh(trajectory, version)
             trajectory.usable_at = version
         return trajectory.usable
 
+    def _fresh(self, trajectory: Trajectory, version: int) -> NDArray[np.bool_]:
+        """Of all tokens so far."""
+        store, pool, settings = self.store, self.store.pool, self.store.settings
+        row = pool.row(trajectory.ticket)
+        lengths = pool.span_lengths(row)
+        # None: injected, handed out before, or from the future, of a worker that is ahead of its learner's commit.
+        ages = [
+            None
+            if sampled == INJECTED or sampled > version or end <= trajectory.start
+            else store.lineage.age_of(version, sampled)
+            for sampled, end in zip(pool.versions_of(row), accumulate(lengths), strict=True)
+        ]
+        fresh = bounds.fresh(ages, max_staleness=settings.max_staleness, on_stale=settings.on_stale)
+        usable = np.isfinite(pool.logprobs[row, : int(pool.length[row])])
+        if not all(fresh):
+            usable &= np.repeat(fresh, lengths)
+        usable[: trajectory.start] = False
+        return usable
+
     # --- leases ------------------------------------------------------------------------------------------------
 
-    def _lease(self, peer: str, version: int, request: int, chosen: list[Choice]) -> None:
+    def _lease(
+        self, peer: str, version: int, request: int, chosen: list[Choice], excerpts: dict[int, list[Excerpt]]
+    ) -> None:
         store = self.store
         rows: list[m.BatchRow] = []
         members: list[Trajectory] = []
+        parts: list[Excerpt] = []
         groups = [store.groups[choice.serial] for choice in chosen]
         for index, (group, choice) in enumerate(zip(groups, chosen, strict=True)):
-            for member in group.having("ready"):
-                if store.settings.group_policy == "split" and len(members) == store.settings.batch:
+            on_offer = choice.serial in self.ready
+            for member in group.having("ready") if on_offer else ():
+                if store.settings.group_policy == "split" and len(rows) == store.settings.batch:
                     break
                 rows.append(self._row(member, index, choice.weight))
                 members.append(member)
                 store.move(member, "leased")
-            self.refresh(group)
+            for excerpt in excerpts[choice.serial][: store.settings.batch - len(rows)]:
+                rows.append(_part(excerpt, index, choice.weight))
+                parts.append(excerpt)
+                excerpt.trajectory.start = excerpt.end
+            if on_offer:
+                self.refresh(group)
         rewards = [group.rewards for group in groups]
         baselines = [group.baseline for group in groups]
         batch = m.Batch(self.leased_ever, version, rows, rewards, store.stats(), request, baselines)
-        self.leases[batch.lease] = Lease(batch.lease, version, peer, members, batch)
+        self.leases[batch.lease] = Lease(batch.lease, version, peer, members, parts, batch)
         self.leased_ever += 1
         store.send(peer, batch)
 
@@ -182,8 +233,19 @@ class Offering:
         assert member.reward is not None
         trainable = int(np.count_nonzero(member.usable))
         prompt = len(member.group.prompt.tokens)
-        reward, parts, turns = member.reward, member.parts, member.turns
-        return m.BatchRow(member.ticket, index, member.member, prompt, length, trainable, reward, weight, parts, turns)
+        return m.BatchRow(
+            member.ticket,
+            index,
+            member.member,
+            prompt,
+            length,
+            trainable,
+            member.reward,
+            weight,
+            member.parts,
+            member.turns,
+            member.start,
+        )
 
     def fetch(self, fetch: m.Fetch) -> m.SampleArrays:
         """The tokens of some trajectories of a lease, in the order asked for."""
@@ -191,21 +253,36 @@ class Offering:
         if lease is None:
             raise ProtocolError(f"lease {fetch.lease} is not outstanding")
         held = {trajectory.ticket: trajectory for trajectory in lease.trajectories}
-        foreign = [ticket for ticket in fetch.tickets if ticket not in held]
+        parts = {excerpt.trajectory.ticket: excerpt for excerpt in lease.excerpts}
+        foreign = [ticket for ticket in fetch.tickets if ticket not in held and ticket not in parts]
         if foreign:
             raise ProtocolError(f"tickets {foreign[:4]} are not of lease {fetch.lease}")
-        pool = self.store.pool
-        rows = [pool.row(ticket) for ticket in fetch.tickets]
-        spans = [(row, slice(0, int(pool.length[row]))) for row in rows]
-        groups = dict.fromkeys(held[ticket].group for ticket in fetch.tickets)
-        masks = [held[ticket].usable for ticket in fetch.tickets]
+        wanted = [parts.get(ticket) or self._whole(held[ticket]) for ticket in fetch.tickets]
+        groups = dict.fromkeys(each.trajectory.group for each in wanted)
         return m.SampleArrays(
             prompts=_concatenate([np.asarray(group.prompt.tokens, np.int32) for group in groups], np.int32),
-            tokens=_concatenate([pool.tokens[row, span] for row, span in spans], np.int32),
-            logprobs=_concatenate([pool.logprobs[row, span] for row, span in spans], np.float32),
-            mask=_concatenate([mask.view(np.uint8) for mask in masks if mask is not None], np.uint8),
-            span_length=np.asarray([length for row in rows for length in pool.span_lengths(row)], np.int32),
-            span_version=np.asarray([version for row in rows for version in pool.versions_of(row)], np.int64),
+            tokens=_concatenate([each.tokens for each in wanted], np.int32),
+            logprobs=_concatenate([each.logprobs for each in wanted], np.float32),
+            mask=_concatenate([each.usable.view(np.uint8) for each in wanted], np.uint8),
+            span_length=np.asarray([length for each in wanted for length in each.span_lengths], np.int32),
+            span_version=np.asarray([version for each in wanted for version in each.versions], np.int64),
+        )
+
+    def _whole(self, trajectory: Trajectory) -> Excerpt:
+        """Views of all that a trajectory has."""
+        pool = self.store.pool
+        row = pool.row(trajectory.ticket)
+        length = int(pool.length[row])
+        assert trajectory.usable is not None
+        return Excerpt(
+            trajectory,
+            trajectory.start,
+            length,
+            pool.tokens[row, :length],
+            pool.logprobs[row, :length],
+            trajectory.usable,
+            pool.span_lengths(row),
+            pool.versions_of(row),
         )
 
     def commit(self, peer: str, commit: m.Commit) -> bool:
@@ -222,10 +299,16 @@ class Offering:
         self.check_newer(commit.version)
         del self.leases[lease.id]
         store = self.store
+        step = unpack(lease.version)[1]
+        for excerpt in lease.excerpts:
+            part = Earlier(step, excerpt.start, *_masked(excerpt))
+            excerpt.trajectory.earlier.append(part)
+            self._count_part(part, 1)
         for trajectory in lease.trajectories:
-            trajectory.counted = self._masked(trajectory)
+            several = store.pool.sampled_versions(store.pool.row(trajectory.ticket)) > 1
+            trajectory.counted = *_masked(self._whole(trajectory)), several
             self._count(trajectory, 1)
-            trajectory.step, trajectory.commit = unpack(lease.version)[1], self.commits
+            trajectory.step, trajectory.commit = step, self.commits
             store.move(trajectory, "trained")
             if store.settings.retain:
                 self.retained.append(trajectory)
@@ -234,25 +317,17 @@ class Offering:
         self.commits += 1
         return True
 
-    def _masked(self, trajectory: Trajectory) -> tuple[int, int, bool]:
-        """See `Trajectory.counted`."""
-        pool = self.store.pool
-        row = pool.row(trajectory.ticket)
-        several = pool.sampled_versions(row) > 1
-        assert trajectory.usable is not None
-        if trajectory.usable.all():
-            return 0, 0, several
-        sampled = pool.sampled(row)
-        nonfinite = int(np.count_nonzero(sampled & ~np.isfinite(pool.logprobs[row, : sampled.size])))
-        masked = int(np.count_nonzero(sampled)) - int(np.count_nonzero(trajectory.usable))
-        return masked - nonfinite, nonfinite, several
-
     def _count(self, trajectory: Trajectory, sign: int) -> None:
         """Adds a trained trajectory to the counters, or takes it back."""
         stale, nonfinite, several = trajectory.counted
         self.store.tally.masked_stale += sign * stale
         self.store.tally.masked_nonfinite += sign * nonfinite
         self.store.tally.multi_version += sign * several
+
+    def _count_part(self, part: Earlier, sign: int) -> None:
+        self.store.tally.masked_stale += sign * part.stale
+        self.store.tally.masked_nonfinite += sign * part.nonfinite
+        self.store.tally.segments += sign
 
     def check_newer(self, version: int) -> None:
         newest = self.store.version
@@ -265,8 +340,11 @@ class Offering:
         def of_holder(peer: str) -> bool:
             return holder is None or is_called(peer, holder)
 
-        for lease in [lease for lease in self.leases.values() if of_holder(lease.holder)]:
+        # The newest first: where a trajectory's first segment in them began is where it goes on.
+        for lease in [lease for lease in reversed(self.leases.values()) if of_holder(lease.holder)]:
             del self.leases[lease.id]
+            for excerpt in lease.excerpts:
+                excerpt.trajectory.start, excerpt.trajectory.usable = excerpt.start, None
             for trajectory in lease.trajectories:
                 self.store.move(trajectory, "ready")
             for group in dict.fromkeys(trajectory.group for trajectory in lease.trajectories):
@@ -287,6 +365,8 @@ class Offering:
         again = [trajectory for trajectory in self.retained if trajectory.step >= step]
         self.retained = []
         store = self.store
+        for trajectory in (*store.trajectories.values(), *again, *self.parked, *self.loading.values()):
+            self._undo_parts(trajectory, step)
         for trajectory in again:
             store.counts["trained"] -= 1
             store.counts["parked"] += 1
@@ -295,6 +375,15 @@ class Offering:
             store.groups.setdefault(trajectory.group.serial, trajectory.group)
         self.parked = sorted([*self.parked, *again], key=lambda trajectory: (trajectory.step, trajectory.commit))
         store.groups = dict(sorted(store.groups.items()))
+
+    def _undo_parts(self, trajectory: Trajectory, step: int) -> None:
+        """Its segments that were trained from `step` on are to be offered again."""
+        undone = [part for part in trajectory.earlier if part.step >= step]
+        for part in undone:
+            self._count_part(part, -1)
+        if undone:
+            trajectory.start, trajectory.usable = undone[0].start, None
+            trajectory.earlier = [part for part in trajectory.earlier if part.step < step]
 
     def reload(self) -> None:
         """Asks for parked trajectories, the first trained first, group by group, as long as there is room."""
@@ -361,6 +450,31 @@ Answer = TypeVar("Answer", m.Batch, m.Committed)
 def _answering(answer: Answer, request: int) -> Answer:
     """The same answer to a repeated request."""
     return msgspec.structs.replace(answer, request=request)
+
+
+def _part(excerpt: Excerpt, index: int, weight: float) -> m.BatchRow:
+    member = excerpt.trajectory
+    return m.BatchRow(
+        member.ticket,
+        index,
+        member.member,
+        len(member.group.prompt.tokens),
+        excerpt.tokens.size,
+        int(np.count_nonzero(excerpt.usable)),
+        0.0,
+        weight,
+        start=excerpt.start,
+        goes_on=True,
+    )
+
+
+def _masked(part: Excerpt) -> tuple[int, int]:
+    """How many sampled tokens are not trained on because they are stale, and because they have no finite log-prob."""
+    if part.usable.all():
+        return 0, 0
+    sampled = np.repeat([version != INJECTED for version in part.versions], part.span_lengths)[part.start : part.end]
+    nonfinite = int(np.count_nonzero(sampled & ~np.isfinite(part.logprobs[part.start : part.end])))
+    return int(np.count_nonzero(sampled)) - int(np.count_nonzero(part.usable)) - nonfinite, nonfinite
 
 
 def _concatenate(parts: list[NDArray[Scalar]], dtype: type[Scalar]) -> NDArray[Scalar]:

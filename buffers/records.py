@@ -44,12 +44,23 @@ class Settings(Struct, frozen=True):
     seed: int = 0
     dynamic_sampling: bool = False
     max_consecutive_filtered: int = 256
+    segments: int | None = None
     retain: bool = False
 
     @property
     def limit(self) -> int:
         """Most trajectories in memory."""
         return bounds.capacity(max_staleness=self.max_staleness, batch=self.batch, slack=self.slack)
+
+
+class Earlier(Struct, frozen=True, array_like=True):
+    """A segment of a trajectory that was trained on while the trajectory went on: in the batch of `step`, from token
+    `start` on; and what its commit added to the counters of stale tokens and of those without a finite log-prob."""
+
+    step: int
+    start: int
+    stale: int
+    nonfinite: int
 
 
 @dataclass(eq=False)
@@ -61,7 +72,8 @@ class Trajectory:
     counts the workers that died while they had it. `finish_reason` is known as soon as the response is complete, before
     its reward. `born` is the newest version when the ticket was issued. `counted` is what its commit added to the
     counters: stale tokens, tokens without a finite log-prob, and whether its tokens are of several versions. `usable`
-    is the mask computed for version `usable_at`.
+    is the mask computed for version `usable_at`. What is before `start` has been handed out in the segments `earlier`,
+    or in those of a lease.
     """
 
     ticket: int
@@ -82,6 +94,8 @@ class Trajectory:
     counted: tuple[int, int, bool] = (0, 0, False)
     usable: NDArray[np.bool_] | None = None
     usable_at: int = -1
+    start: int = 0
+    earlier: list[Earlier] = field(default_factory=list[Earlier])
 
 
 @dataclass(eq=False)
@@ -128,6 +142,24 @@ class Worker:
 
 
 @dataclass(frozen=True)
+class Excerpt:
+    """A segment of a trajectory that goes on, in a batch: a copy, since the trajectory may end before the lease does.
+
+    Tokens `[start, end)` are to be trained on where `usable`. The columns begin with the response and have the token at
+    `end` too, whose state is where the segment was cut.
+    """
+
+    trajectory: Trajectory
+    start: int
+    end: int
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    usable: NDArray[np.bool_]
+    span_lengths: list[int]
+    versions: list[int]
+
+
+@dataclass(frozen=True)
 class Lease:
     """A batch handed out. `batch` is the message it went out with."""
 
@@ -135,4 +167,5 @@ class Lease:
     version: int
     holder: str
     trajectories: list[Trajectory]
+    excerpts: list[Excerpt]
     batch: m.Batch

@@ -19,11 +19,11 @@ from buffers import messages as m
 from buffers.core import Core
 from buffers.errors import JournalError
 from buffers.pool import ROW_MASK, SEALED, Pool
-from buffers.records import Group, Lease, Settings, State, Trajectory, Worker
+from buffers.records import Earlier, Excerpt, Group, Lease, Settings, State, Trajectory, Worker
 from buffers.store import Tally
 from staleness.versions import Lineage
 
-FORMAT = 4
+FORMAT = 5
 """Grows with every change of what is stored or of what the core decides: a replay decides again."""
 
 
@@ -46,6 +46,8 @@ class TrajectoryRecord(Struct, frozen=True, array_like=True):
     commit: int
     born: int
     counted: tuple[int, int, bool]
+    start: int
+    earlier: list[Earlier]
     length: int
     sealed: bool
     spans: list[tuple[int, int]]
@@ -63,11 +65,25 @@ class GroupRecord(Struct, frozen=True, array_like=True):
     in_flight: bool
 
 
+class ExcerptRecord(Struct, frozen=True, array_like=True):
+    """`tokens` are int32, `logprobs` float32, `usable` one byte a token."""
+
+    trajectory: int
+    start: int
+    end: int
+    tokens: bytes
+    logprobs: bytes
+    usable: bytes
+    span_lengths: list[int]
+    versions: list[int]
+
+
 class LeaseRecord(Struct, frozen=True, array_like=True):
     id: int
     version: int
     holder: str
     trajectories: list[int]
+    excerpts: list[ExcerptRecord]
     batch: m.Batch
 
 
@@ -121,6 +137,7 @@ def pieces(core: Core) -> tuple[Snapshot, list[list[memoryview]]]:
     """`take` without a copy: each frame in parts that are views of the core's own rows, good until it changes."""
     store, issuing, offering = core.store, core.issuing, core.offering
     kept = [*store.trajectories.values(), *offering.retained, *offering.parked, *offering.loading.values()]
+    kept += [excerpt.trajectory for lease in offering.leases.values() for excerpt in lease.excerpts]
     groups = dict.fromkeys([*store.groups.values(), *(trajectory.group for trajectory in kept)])
     everything = dict.fromkeys([*kept, *(member for group in groups for member in group.members)])
     place = {trajectory: i for i, trajectory in enumerate(everything)}
@@ -161,7 +178,14 @@ def pieces(core: Core) -> tuple[Snapshot, list[list[memoryview]]]:
         ready=list(offering.ready.items()),
         take=offering.take,
         leases=[
-            LeaseRecord(lease.id, lease.version, lease.holder, [place[t] for t in lease.trajectories], lease.batch)
+            LeaseRecord(
+                lease.id,
+                lease.version,
+                lease.holder,
+                [place[trajectory] for trajectory in lease.trajectories],
+                [_excerpt(place, excerpt) for excerpt in lease.excerpts],
+                lease.batch,
+            )
             for lease in offering.leases.values()
         ],
         leased_ever=offering.leased_ever,
@@ -194,9 +218,30 @@ def _record(pool: Pool, trajectory: Trajectory) -> TrajectoryRecord:
         trajectory.commit,
         trajectory.born,
         trajectory.counted,
+        trajectory.start,
+        list(trajectory.earlier),
         int(pool.length[row]) if in_memory else -1,
         in_memory and int(pool.attempt[row]) == SEALED,
         [(span.start, span.version) for span in pool.spans_of(row)] if in_memory else [],
+    )
+
+
+def _excerpt(place: dict[Trajectory, int], excerpt: Excerpt) -> ExcerptRecord:
+    columns = excerpt.tokens.tobytes(), excerpt.logprobs.tobytes(), excerpt.usable.tobytes()
+    where = place[excerpt.trajectory], excerpt.start, excerpt.end
+    return ExcerptRecord(*where, *columns, excerpt.span_lengths, excerpt.versions)
+
+
+def _restored(trajectories: list[Trajectory], record: ExcerptRecord) -> Excerpt:
+    return Excerpt(
+        trajectories[record.trajectory],
+        record.start,
+        record.end,
+        np.frombuffer(record.tokens, np.int32),
+        np.frombuffer(record.logprobs, np.float32),
+        np.frombuffer(record.usable, np.bool_),
+        list(record.span_lengths),
+        list(record.versions),
     )
 
 
@@ -237,6 +282,8 @@ def restore(snapshot: Snapshot, frames: Sequence[bytes | memoryview], settings: 
             r.commit,
             r.born,
             r.counted,
+            start=r.start,
+            earlier=list(r.earlier),
         )
         for r in snapshot.trajectories
     ]
@@ -270,7 +317,8 @@ def restore(snapshot: Snapshot, frames: Sequence[bytes | memoryview], settings: 
     offering.take = snapshot.take
     for record in snapshot.leases:
         members = [trajectories[i] for i in record.trajectories]
-        offering.leases[record.id] = Lease(record.id, record.version, record.holder, members, record.batch)
+        parts = [_restored(trajectories, excerpt) for excerpt in record.excerpts]
+        offering.leases[record.id] = Lease(record.id, record.version, record.holder, members, parts, record.batch)
     offering.leased_ever = snapshot.leased_ever
     offering.commits = snapshot.commits
     offering.committed = snapshot.committed

@@ -43,6 +43,7 @@ class Tally:
     refused_chunks: int = 0
     failed_groups: int = 0
     failed_in_a_row: int = 0
+    segments: int = 0
     filtered_groups: int = 0
     filtered_in_a_row: int = 0
     late_groups: int = 0
@@ -134,6 +135,7 @@ class Store:
             span_mismatches=tally.span_mismatches,
             refused_chunks=tally.refused_chunks,
             failed_groups=tally.failed_groups,
+            segments=tally.segments,
             filtered_groups=tally.filtered_groups,
             late_groups=tally.late_groups,
             lost_workers=tally.lost_workers,

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 OnStale = Literal["mask", "drop", "pace"]
 
 
@@ -32,3 +35,18 @@ def fresh(ages: Sequence[int | None], *, max_staleness: int, on_stale: OnStale) 
     if on_stale == "drop" and any(age is not None and age > max_staleness for age in ages):
         return [False] * len(young)
     return young
+
+
+def cut(sampled: NDArray[np.bool_], *, start: int, least: int) -> int | None:
+    """Where a segment of a trajectory that goes on ends, None if it is too early for one.
+
+    `sampled` has one entry per token so far. The segment is `[start, end)` and has at least `least` sampled tokens; the
+    token at `end` is sampled too: the value of the state before it stands for what is still to come. The end is the
+    beginning of the newest turn if it can be, else the last sampled token.
+    """
+    places = start + np.flatnonzero(sampled[start:])
+    if places.size <= least:
+        return None
+    ends = places[least:]
+    turns = ends[~sampled[ends - 1]]
+    return int(turns[-1] if turns.size else ends[-1])

@@ -82,6 +82,9 @@ class StalenessConfig(Struct, frozen=True, forbid_unknown_fields=True):
     on_stale: OnStale = "mask"
     """Trajectory with tokens over the bound: `mask` those tokens, or `drop` the whole trajectory. `pace`: batches wait
     for old groups, so that there are none."""
+    segments: Annotated[int, Meta(ge=1)] | None = None
+    """Sampled tokens after which a trajectory that goes on may be trained on in part, up to the beginning of its newest
+    turn if there is one; a value model stands for what is still to come. None: when it is complete."""
     correction: CorrectionConfig = CorrectionConfig(cap=5.0)
     """Importance correction."""
     controller: ControllerConfig = ControllerConfig()

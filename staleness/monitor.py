@@ -6,6 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.floating]
+QUANTILES = (1, 10, 50, 90, 99)
+"""Percents."""
 
 
 def ess(weights: Floats) -> float:
@@ -38,7 +40,16 @@ def ratio_summary(log_ratio: Floats) -> dict[str, float]:
         "ratio_mean": float(ratio.mean()),
         "ratio_max": float(ratio.max()),
         "ratio_min": float(ratio.min()),
-        "ratio_p99": float(np.quantile(ratio, 0.99)),
+        **{f"ratio_p{percent:02}": float(np.quantile(ratio, percent / 100)) for percent in QUANTILES},
         "kl": float((ratio - 1.0 - np.log(ratio)).mean()),
         "ess": ess(ratio),
     }
+
+
+def proximal_summary(log_r: Floats) -> dict[str, float]:
+    """Mean, extremes and quantiles of the ratio to the proximal policy, which a `ppo` loss clips."""
+    if log_r.size == 0:
+        return {}
+    r = ratios(log_r)
+    quantiles = {f"r_p{percent:02}": float(np.quantile(r, percent / 100)) for percent in QUANTILES}
+    return {"r_mean": float(r.mean()), "r_max": float(r.max()), "r_min": float(r.min()), **quantiles}

@@ -5,25 +5,26 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from async_rl.algorithms.advantages import Floats, gae, returns, vtrace
 from async_rl.algorithms.config import AlgorithmConfig
 
 
 class Episode(NamedTuple):
-    """The sampled tokens of one trajectory, injected ones left out. Columns that the algorithm has no use for are None.
+    """Sampled tokens of one trajectory, injected ones left out. Columns that the algorithm has no use for are None.
 
     rewards          of each token; an outcome's reward is on the last one
     values           of the state before each token
     log_rho          log-ratio of the proximal to the behaviour policy
     log_divergence   log-ratio of the behaviour to the reference policy, for a penalty
+    bootstrap        value of the state after the last token; 0 if the trajectory ends there
     """
 
     rewards: Floats
     values: Floats | None
     log_rho: Floats | None
     log_divergence: Floats | None
+    bootstrap: float = 0.0
 
 
 class Credit(NamedTuple):
@@ -47,23 +48,23 @@ def penalty(config: AlgorithmConfig, log_divergence: Floats) -> Floats:
 
 
 def credit(config: AlgorithmConfig, episode: Episode) -> Credit:
-    """`reinforce++`: the return. `gae`, `vtrace`: see `advantages.py`; the episode ends with its last token."""
+    """`reinforce++`: the return. `gae`, `vtrace`: see `advantages.py`."""
     rewards = episode.rewards
     if episode.log_divergence is not None:
         rewards = rewards - penalty(config, episode.log_divergence)
     gamma, lam = config.gamma, config.lam
     if config.advantage == "gae" and episode.values is not None:
-        advantage = gae(rewards, episode.values, gamma=gamma, lam=lam)
+        advantage = gae(rewards, episode.values, gamma=gamma, lam=lam, bootstrap=episode.bootstrap)
         return Credit(advantage, advantage + episode.values)
     if config.advantage == "vtrace" and episode.values is not None and episode.log_rho is not None:
-        bounds = {"rho_max": config.rho_max, "c_max": config.c_max}
+        bounds = {"rho_max": config.rho_max, "c_max": config.c_max, "bootstrap": episode.bootstrap}
         return Credit(*vtrace(rewards, episode.values, episode.log_rho, gamma=gamma, lam=lam, **bounds))
     outcome = returns(rewards, gamma)
     return Credit(outcome, outcome)
 
 
-def last_of(sampled: NDArray[np.bool_], reward: float) -> Floats:
-    """Rewards of the sampled tokens: all of it on the last one."""
-    rewards = np.zeros(int(np.count_nonzero(sampled)))
+def last_of(count: int, reward: float) -> Floats:
+    """Rewards of `count` tokens: all of it on the last one."""
+    rewards = np.zeros(count)
     rewards[-1:] = reward
     return rewards

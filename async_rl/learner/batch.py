@@ -100,6 +100,8 @@ class Share:
     scale      one per trajectory: how much each of its tokens counts in the loss
     positive   one per trajectory: whether its reward, before shaping, is positive
     everywhere whether a token without advantage has a gradient too
+    begin      one per trajectory: its first token that was in no batch before
+    goes_on    one per trajectory: whether it is cut before its last token here, which is only looked at
     """
 
     prompts: list[Ints]
@@ -114,6 +116,8 @@ class Share:
     scale: NDArray[np.float64]
     positive: NDArray[np.bool_]
     everywhere: bool
+    begin: Ints
+    goes_on: NDArray[np.bool_]
 
     def segments(self, *, everything: bool = False) -> list[Segment]:
         """What needs a backward pass: groups without the members of which no token has a gradient; or all trainable."""
@@ -172,4 +176,6 @@ def share(planned: Plan, rank: int, arrays: SampleArrays, ages: Ints, config: Co
         scale * np.asarray([row.weight for row in rows]),
         np.asarray([(raw(config.reward, row.parts) if row.parts else row.reward) > 0 for row in rows], np.bool_),
         algorithm.everywhere,
+        np.asarray([row.start for row in rows], np.int64),
+        np.asarray([row.goes_on for row in rows], np.bool_),
     )

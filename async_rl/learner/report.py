@@ -19,16 +19,28 @@ from staleness.controller import Control, decide
 
 @dataclass(frozen=True)
 class StepReport:
-    """A rank's part: ages of the tokens that the bound let through, and how many trajectories needed a backward."""
+    """A rank's part: ages of the tokens that the bound let through, how many others there are by reason, and how many
+    trajectories needed a backward."""
 
     ages: NDArray[np.int64]
+    masked: dict[str, int]
     trained: int
     result: StepResult | None
 
     @classmethod
     def of(cls, share: Share, result: StepResult | None) -> StepReport:
         members = sum(len(segment.members) for segment in share.segments()) if result is not None else 0
-        return cls(share.age[share.mask], members, result)
+        return cls(share.age[share.mask], _masked(share), members, result)
+
+
+def _masked(share: Share) -> dict[str, int]:
+    """Tokens new in this batch that are not trained on, by reason."""
+    place = np.arange(share.tokens.size) - np.repeat(share.starts[:-1], np.diff(share.starts))
+    new = place >= np.repeat(share.begin, np.diff(share.starts))
+    new[share.starts[1:][share.goes_on] - 1] = False
+    unknown = share.sampled & ~np.isfinite(share.logprobs)
+    reasons = {"injected": ~share.sampled, "nonfinite": unknown, "stale": share.sampled & ~unknown & ~share.mask}
+    return {name: int(np.count_nonzero(reason & new)) for name, reason in reasons.items()}
 
 
 def controlled(control: Control, parts: list[StepReport], staleness: StalenessConfig) -> Control:
@@ -52,22 +64,29 @@ def report(
     ages = np.concatenate([part.ages for part in parts])
     results = [part.result for part in parts if part.result is not None]
     lengths = [row.length for row in batch.rows]
+    fresh = sum(row.length - row.start - row.goes_on for row in batch.rows)
     stats = batch.stats
     trained_tokens = sum(result.log_ratio.size for result in results)
     groups = [np.asarray(rewards) for rewards in batch.group_rewards]
     record: Record = {
         "group_reward_std": float(np.mean([rewards.std() for rewards in groups if rewards.size] or [0.0])),
         "groups_equal": sum(bool(rewards.size) and bool(rewards.max() == rewards.min()) for rewards in groups),
-        "reward": float(np.mean([reward for rewards in batch.group_rewards for reward in rewards])),
+        "reward": float(np.mean([reward for rewards in batch.group_rewards for reward in rewards] or [float("nan")])),
         "samples": len(batch.rows),
         "samples_backward": sum(part.trained for part in parts),
-        "tokens": sum(lengths),
+        "segments": sum(row.goes_on for row in batch.rows),
+        "tokens": fresh,
         "tokens_trainable": plan.tokens,
         "length_mean": float(np.mean(lengths)),
+        "length_p50": float(np.quantile(lengths, 0.5)),
+        "length_p90": float(np.quantile(lengths, 0.9)),
+        "length_max": max(lengths),
+        "expired_lengths": stats.expired_lengths,
         "age_mean": float(ages.mean()) if ages.size else float("nan"),
         "age_max": int(ages.max()) if ages.size else 0,
         "ages": monitor.age_histogram(ages, config.staleness.max_staleness),
-        "masked_share": 1 - plan.tokens / max(1, sum(lengths)),
+        "masked_share": 1 - plan.tokens / max(1, fresh),
+        **{f"masked_{why}": sum(part.masked[why] for part in parts) for why in ("stale", "nonfinite", "injected")},
         "skipped": int(not plan.gradient),
         "effective_max_staleness": control.eta,
         "rate_scale": control.scale,
@@ -87,10 +106,14 @@ def report(
     if results:
         mean = {name: sum(result.sums[name] for result in results) / max(1, trained_tokens) for name in results[0].sums}
         record |= monitor.ratio_summary(np.concatenate([result.log_ratio for result in results]))
+        record |= monitor.proximal_summary(np.concatenate([result.log_r for result in results]))
+        if config.rollout.truncated:
+            # E_mu[pi / mu] is the mass of pi where mu is not 0.
+            record["surviving_mass"] = record["ratio_mean"]
         record |= {
             "loss": sum(result.loss for result in results),
             "grad_norm": results[0].grad_norm,
-            "entropy": float(np.nanmean(np.concatenate([result.entropy for result in results]))),
+            "entropy": _mean_known(np.concatenate([result.entropy for result in results])),
             "clipped_share": mean["clipped"],
             "corrected_away_share": mean["corrected_away"],
             "weight_mean": mean["weight"],
@@ -100,6 +123,12 @@ def report(
             "packed_tokens": sum(result.packed_tokens for result in results),
         }
     return record
+
+
+def _mean_known(values: NDArray[np.float32]) -> float:
+    """Without those that are nan; nan if all are."""
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if known.size else float("nan")
 
 
 def _named_rewards(batch: Batch, config: Config) -> dict[str, float]:

@@ -30,6 +30,7 @@ class StepResult:
     """What a rank reports of a step. Arrays have one entry per trained token of its share.
 
     log_ratio   log pi_theta - log mu at the start of the step
+    log_r       log pi_theta - log p of the proximal policy p, before the last of the step's updates
     entropy     nats
     loss        this rank's part of the batch's loss
     sums        of `LossMetrics`, over the first epoch
@@ -37,6 +38,7 @@ class StepResult:
     """
 
     log_ratio: NDArray[np.float32]
+    log_r: NDArray[np.float32]
     entropy: NDArray[np.float32]
     loss: float
     sums: dict[str, float]
@@ -116,12 +118,8 @@ class Stepper:
             share, targets = self._credit(share, known)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        result: StepResult | None = None
-        for _ in range(self._config.learner.epochs):
-            latest = self._epoch(share, micro, known, targets)
-            result = result or latest
-        assert result is not None
-        return result
+        epochs = [self._epoch(share, micro, known, targets) for _ in range(self._config.learner.epochs)]
+        return replace(epochs[0], log_r=epochs[-1].log_r)
 
     def _micro_batches(self, segments: list[Segment]) -> list[Packed]:
         """This rank's micro-batches, as many on every rank: the collectives of FSDP must meet."""
@@ -193,15 +191,20 @@ class Stepper:
             None if column is None else column.double().cpu().numpy()
             for column in (known.values, reference, known.logprobs)
         )
-        for start, end in zip(share.starts[:-1].tolist(), share.starts[1:].tolist(), strict=True):
-            at = start + np.flatnonzero(share.sampled[start:end])
+        for start, end, begin, goes_on in zip(
+            share.starts[:-1].tolist(), share.starts[1:].tolist(), share.begin.tolist(), share.goes_on, strict=True
+        ):
+            at = start + begin + np.flatnonzero(share.sampled[start + begin : end])
             if not share.mask[start:end].any():
                 continue
+            bootstrap = float(values[at[-1]]) if goes_on and values is not None else 0.0
+            at = at[:-1] if goes_on else at
             episode = Episode(
-                last_of(share.sampled[start:end], float(share.advantage[start])),
+                last_of(at.size, float(share.advantage[start])),
                 None if values is None else values[at],
                 None if logprobs is None else logprobs[at] - share.logprobs[at],
                 None if reference is None else share.logprobs[at] - reference[at],
+                bootstrap,
             )
             advantage[at], target[at] = credit(self._algorithm, episode)
         if self._algorithm.advantage.startswith("reinforce++") or self._algorithm.whiten:
@@ -224,6 +227,7 @@ class Stepper:
 
     def _epoch(self, share: Share, micro: list[Packed], known: Known, targets: Tensor | None) -> StepResult:
         ratios: list[Tensor] = []
+        anchored: list[Tensor] = []
         entropies: list[Tensor] = []
         sums = dict.fromkeys(LossMetrics._fields, 0.0)
         total = value_total = 0.0
@@ -244,6 +248,7 @@ class Stepper:
             # FSDP averages gradients over the ranks; the loss is a sum over them. An empty mask still takes part.
             (value * self._world + 0.0 * scores.logprobs.sum()).backward()
             ratios.append((batch.current - batch.behaviour).detach())
+            anchored.append((batch.current - batch.proximal).detach())
             entropies.append(entropy.detach())
             for name, part in metrics._asdict().items():
                 sums[name] += float(part)
@@ -252,6 +257,7 @@ class Stepper:
             value_total = self._train_critic(self._critic, share, micro, known, targets)
         return StepResult(
             torch.cat(ratios).cpu().numpy(),
+            torch.cat(anchored).cpu().numpy(),
             torch.cat(entropies).cpu().numpy(),
             total,
             sums,

@@ -54,7 +54,7 @@ class Display:
             self._draw()
             return
         self.line(
-            f"step {record['step']}/{self._steps}  reward {record['reward']:.3f}  "
+            f"step {record['step']}/{self._steps}  reward {_reward(record)}  "
             f"age {record['age_mean'] or 0:.2f} (max {record['age_max']})  "
             f"wait {record['wait_s']:.1f} s  train {record['train_s']:.1f} s  "
             f"in flight {record['buffer_running'] + record['buffer_ready'] + record['buffer_leased']}"
@@ -76,9 +76,7 @@ class Display:
         table = Table.grid(padding=(0, 3))
         record, stats = self._last, self._stats
         if record:
-            table.add_row(
-                "reward", f"{record['reward']:.3f}", "age", f"{record['age_mean'] or 0:.2f} (max {record['age_max']})"
-            )
+            table.add_row("reward", _reward(record), "age", f"{record['age_mean'] or 0:.2f} (max {record['age_max']})")
             trained = record["tokens"] / max(1e-9, record["wait_s"] + record["train_s"] + record["publish_s"])
             table.add_row("generated", f"{self._tokens_per_s:.0f} tokens/s", "trained", f"{trained:.0f} tokens/s")
             table.add_row("last step", f"wait {record['wait_s']:.1f} s, train {record['train_s']:.1f} s")
@@ -94,3 +92,8 @@ class Display:
         for label, value in summaries.rows(summary):
             table.add_row(label, value)
         self._console.print(table)
+
+
+def _reward(record: Record) -> str:
+    """`-` for a batch of segments only, of which no reward is known yet."""
+    return "-" if record["reward"] is None else f"{record['reward']:.3f}"

@@ -127,8 +127,9 @@ def _overlap(folder: Path, records: list[Record]) -> float | None:
     return round(fraction, 4)
 
 
-def _mean(values: list[float]) -> float | None:
-    return round(sum(values) / len(values), 4) if values else None
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(sum(known) / len(known), 4) if known else None
 
 
 def write(summary: Summary, folder: Path) -> None:

@@ -14,7 +14,18 @@ import msgspec
 import numpy as np
 from matplotlib import pyplot as plt
 
-from experiments.staleness.study import FOLDER, METHODS, OTHERS, POLICIES, RESULTS, STEPS, Result, runs
+from experiments.staleness.study import (
+    FOLDER,
+    FORCED,
+    METHODS,
+    OTHERS,
+    POLICIES,
+    RESULTS,
+    STEPS,
+    TARGET_ESS,
+    Result,
+    runs,
+)
 
 LAST = 4
 """Evaluations at the end whose mean is a run's score."""
@@ -110,11 +121,73 @@ def policies(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
+def bias(results: list[Result]) -> str:
+    """By how much the members of a group that end late are trained with another advantage than the early ones."""
+    lines: list[str] = []
+    for stale, groups in POLICIES:
+        some = [r for r in results if (r.run["kind"], r.run["method"]) == ("policy", f"{stale} {groups}")]
+        if len(some) < 2:
+            continue
+        gaps = interval(
+            [float(np.diff([np.mean(half) for half in np.split(np.asarray(each), 2)])[0]) for each in _orders(some)]
+        )
+        verdict = "none that can be seen" if abs(gaps.mean) <= gaps.half else "yes"
+        lines.append(f"* {stale}, {groups}: {verdict}; {gaps} ({gaps.count} seeds)")
+    return "\n".join(lines)
+
+
+def _orders(results: list[Result]) -> list[list[float]]:
+    return [result.details["advantage_by_order"] for result in results]
+
+
+def controller(results: list[Result]) -> str:
+    """What the controller did while the policy moved fast, and after."""
+    lines = [
+        "| controller | forced steps under the target | lowest ESS in them | lowest bound | last bound | reward |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for method in ("off", "on"):
+        some = [r for r in results if (r.run["kind"], r.run["method"]) == ("controller", method)]
+        for result in some:
+            ess, eta = (np.asarray(result.details[name]) for name in ("ess", "effective_max_staleness"))
+            forced = ess[FORCED.start : FORCED.stop]
+            lines.append(
+                f"| {method} | {np.count_nonzero(forced < TARGET_ESS)} of {forced.size} | {np.nanmin(forced):.2f} | "
+                f"{eta.min():.0f} | {eta[-1]:.0f} | {score(result):.3f} |"
+            )
+    return "\n".join(lines)
+
+
+def plot_controller(results: list[Result]) -> None:
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(9, 5), sharex=True)
+    for result in results:
+        if (result.run["kind"], result.run["seed"]) == ("controller", 0):
+            label = f"controller {result.run['method']}"
+            steps = range(1, len(result.details["ess"]) + 1)
+            (line,) = top.plot(steps, result.details["ess"], label=label)
+            bottom.plot(steps, result.details["age_mean"], color=line.get_color(), label=f"mean age, {label}")
+            if result.run["method"] == "on":
+                bottom.plot(
+                    steps, result.details["effective_max_staleness"], "--", color=line.get_color(), label="its bound"
+                )
+    top.axhline(TARGET_ESS, color="grey", linewidth=0.8)
+    for axis in (top, bottom):
+        axis.axvspan(FORCED.start, FORCED.stop, color="grey", alpha=0.15)
+        axis.legend(fontsize=8)
+    top.set_ylabel("ESS, share of tokens")
+    bottom.set_ylabel("learner steps")
+    bottom.set_xlabel("learner step; ten times the learning rate where grey")
+    figure.tight_layout()
+    figure.savefig(FOLDER / "controller.png", dpi=110)
+    plt.close(figure)
+
+
 def plot(results: list[Result]) -> None:
     figure, axes = plt.subplots(1, 3, figsize=(13, 4), sharey=True)
     for axis, eta in zip(axes, (0, 4, 64), strict=True):
         for method in METHODS:
-            curves = [r.evaluations for r in results if (r.run["method"], r.run["eta"]) == (method, eta)]
+            wanted = ("correction", method, eta)
+            curves = [r.evaluations for r in results if (r.run["kind"], r.run["method"], r.run["eta"]) == wanted]
             if curves:
                 steps = [step for step, _ in curves[0]]
                 axis.plot(steps, np.mean([[reward for _, reward in curve] for curve in curves], axis=0), label=method)
@@ -171,13 +244,27 @@ bound allows.
 
 {policies(results)}
 
-An advantage that depends on the order of ending is a bias: it is counted as far as it is trained, token by token.
+Is there a bias? The mean advantage is counted as far as it is trained, token by token. That of the four members of a
+group that end last, less that of the four that end first:
+
+{bias(results)}
+
+## The controller
+
+η = 16, and between steps {FORCED.start} and {FORCED.stop} ten times the learning rate, so that the policy leaves its
+old samples behind. With `staleness.controller.target_ess: {TARGET_ESS}` the bound falls until the effective sample size
+is back, and rises again when the rate is the usual one.
+
+{controller(results)}
+
+![the controller](controller.png)
 """
 
 
 def main() -> None:
     results = load()
     plot(results)
+    plot_controller(results)
     (FOLDER / "README.md").write_text(page(results))
 
 

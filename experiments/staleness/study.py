@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import torch
 from msgspec import Struct
+from transformers.utils import logging
 
 from async_rl.config import Config, check, parse
 from async_rl.learner.batch import Plan, Share
@@ -51,11 +52,14 @@ OTHERS: dict[str, dict[str, Any]] = {
 """`staleness` of each method; all have the loss `ppo` and the advantage `grpo`."""
 POLICIES = [("mask", "whole"), ("mask", "split"), ("drop", "whole"), ("drop", "split"), ("pace", "whole")]
 """What is stale, and how groups are offered; `pace` takes whole groups only."""
+TARGET_ESS = 0.9
+FORCED, FAST, USUAL = range(60, 120), 1e-3, 1e-4
+"""Steps of the controller's runs whose learning rate is `FAST`, so that the policy leaves its old samples behind."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """`kind` is `correction` or `policy`."""
+    """`kind` is `correction`, `policy` or `controller`."""
 
     kind: str
     method: str
@@ -73,7 +77,8 @@ def runs() -> list[Run]:
     policies = [Run("policy", f"{stale} {groups}", 2, seed) for seed, (stale, groups) in product(range(6), POLICIES)]
     more = [Run("correction", method, eta, seed) for seed, eta, method in product(range(2), (1, 16), METHODS)]
     others = [Run("correction", method, eta, seed) for seed, eta, method in product(range(2), (4, 64), OTHERS)]
-    return [*main, *policies, *others, *more]
+    controller = [Run("controller", method, 16, seed) for seed, method in product(range(2), ("on", "off"))]
+    return [*main, *policies, *others, *more, *controller]
 
 
 class Result(Struct):
@@ -100,6 +105,10 @@ SERIES = (
 )
 
 
+CONTROL = ("ess", "effective_max_staleness", "age_mean", "rate_scale")
+"""What the controller's runs keep of every step, in `details`."""
+
+
 def configuration(run: Run) -> Config:
     staleness: dict[str, Any] = {"max_staleness": run.eta}
     buffer: dict[str, Any] = {"batch_size": 64, "group_size": 8}
@@ -109,6 +118,8 @@ def configuration(run: Run) -> Config:
         staleness |= {"on_stale": stale, "correction": METHODS["tis"]["correction"]}
         buffer |= {"groups": {"policy": groups}}
         rollout |= {"max_tokens": 36, "slots": 192}
+    elif run.kind == "controller":
+        staleness |= METHODS["tis"] | ({"controller": {"target_ess": TARGET_ESS}} if run.method == "on" else {})
     else:
         staleness |= {**METHODS, **OTHERS}[run.method]
     tree = {
@@ -119,7 +130,7 @@ def configuration(run: Run) -> Config:
         "rollout": rollout,
         "buffer": buffer,
         "staleness": staleness,
-        "learner": {"learning_rate": 1e-4, "dtype": "float32", "micro_batch_tokens": 8192},
+        "learner": {"learning_rate": USUAL, "dtype": "float32", "micro_batch_tokens": 8192},
     }
     config = parse(tree)
     check(config)
@@ -135,18 +146,24 @@ def train(run: Run) -> Result:
     lengths = Lengths()
     series: dict[str, list[float | None]] = {name: [] for name in SERIES}
     evaluations: list[tuple[int, float]] = []
+    control: dict[str, list[float]] = {name: [] for name in CONTROL}
+    rate = (lambda step: FAST if step in FORCED else USUAL) if run.kind == "controller" else None
     with one_rank():
         ticks = 6 if run.kind == "policy" else None
-        lockstep = Lockstep(config, str(MODEL), problems, task.reward, ticks=ticks, observe=lengths.observe)
+        lockstep = Lockstep(config, str(MODEL), problems, task.reward, ticks=ticks, observe=lengths.observe, rate=rate)
         lengths.lockstep = lockstep
         for record in lockstep.run():
+            for name, column in control.items():
+                column.append(round(float(record.get(name, float("nan"))), 4))
             if record["step"] % 4 == 0:
                 for name in SERIES:
                     value = record.get(name)
                     series[name].append(None if value is None else round(float(value), 5))
             if record["step"] % EVERY == 0:
                 evaluations.append((record["step"], evaluate(lockstep, held_out)[0]))
-        details = lengths.details(evaluate(lockstep, held_out)[1]) if run.kind == "policy" else {}
+        details: dict[str, Any] = control if run.kind == "controller" else {}
+        if run.kind == "policy":
+            details = lengths.details(evaluate(lockstep, held_out)[1])
     return Result(vars(run).copy(), round(perf_counter() - begun, 1), evaluations, series, details)
 
 
@@ -204,6 +221,7 @@ class Lengths:
 
 def perform(run: Run) -> None:
     torch.set_num_threads(1)
+    logging.disable_progress_bar()
     result = train(run)
     path = RESULTS / f"{run.name}.json"
     partial = path.with_suffix(".partial")

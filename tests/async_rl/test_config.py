@@ -117,3 +117,33 @@ def test_structs_are_frozen() -> None:
     with pytest.raises(AttributeError):
         config.parse(GOOD).steps = 3  # type: ignore[misc]
     assert msgspec.structs.replace(config.parse(GOOD), steps=3).steps == 3
+
+
+@pytest.mark.parametrize(
+    ("broken", "field", "why"),
+    [
+        ({"staleness": {"segments": 4}}, "staleness.segments", "needs the reward"),
+        ({"staleness": {"segments": 4}, "algorithm": {"preset": "vtrace"}}, "staleness.segments", "holds a trajectory"),
+        (
+            {
+                "staleness": {"segments": 16},
+                "algorithm": {"preset": "ppo"},
+                "buffer": {"groups": {"policy": "split"}},
+            },
+            "staleness.segments",
+            "no response is longer",
+        ),
+        ({"rollout": {"top_p": 0.9}}, "rollout.top_p", "mass of those left out"),
+        ({"rollout": {"top_k": 5}}, "rollout.top_k", "mass of those left out"),
+        ({"rollout": {"min_p": 0.1}}, "rollout.min_p", "mass of those left out"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(broken: dict, field: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=r".") as caught:
+        config.check(config.parse(tree(**broken)))
+    assert caught.value.field == field
+    assert why in caught.value.why
+
+
+def test_truncated_sampling_can_be_allowed() -> None:
+    config.check(config.parse(tree(rollout={"top_p": 0.9, "allow_truncated_sampling": True})))

@@ -11,7 +11,8 @@ import torch
 
 from async_rl.algorithms.presets import PRESETS
 from async_rl.config import Config, check, parse
-from async_rl.learner.batch import Plan
+from async_rl.learner.batch import Plan, Share
+from async_rl.learner.step import Known
 from async_rl.lockstep import Lockstep, Problem, one_rank
 
 pytestmark = pytest.mark.e2e
@@ -102,6 +103,83 @@ def test_dapo_replaces_groups_of_equal_rewards_and_takes_off_what_is_too_long(ti
         raw = row.parts[0] if row.parts else row.reward
         ramp = min(1.0, max(0.0, (row.length - 4.8) / 1.2))
         assert row.reward == pytest.approx(raw - 0.6 * ramp)
+
+
+@pytest.mark.parametrize("preset", ["ppo", "vtrace"])
+def test_segments_of_what_goes_on_train_each_token_once(preset: str, tiny_model: Path) -> None:
+    """Three ticks a step and responses of up to twelve tokens: most are trained on in parts."""
+    seen: list[tuple[Plan, Share]] = []
+    config = config_of(
+        preset,
+        rollout={"max_tokens": 12, "chunk_tokens": 1},
+        staleness={"max_staleness": 2, "segments": 3},
+        buffer={"groups": {"policy": "split"}},
+    )
+    config = msgspec.structs.replace(config, steps=12)
+    with one_rank():
+        lockstep = Lockstep(
+            config, str(tiny_model), PROBLEMS, letters, ticks=3, observe=lambda plan, share: seen.append((plan, share))
+        )
+        records = list(lockstep.run())
+    assert sum(record["segments"] for record in records) > 12
+    assert sum(record["samples"] - record["segments"] for record in records) > 6
+    # The values begin at 0: while there is no reward either, there is nothing to learn.
+    assert all(np.isfinite(record["loss"]) for record in records)
+    assert sum(record["grad_norm"] > 0 for record in records) > 8
+    assert max(record["age_max"] for record in records) <= 2
+    begins: dict[int, int] = {}
+    for planned, share in seen:
+        for i, row in enumerate(planned.rows[0]):
+            assert row.start == begins.get(row.ticket, 0)
+            begins[row.ticket] = row.length - row.goes_on
+            mask = share.mask[share.starts[i] : share.starts[i + 1]]
+            assert not mask[: row.start].any()
+            assert not (row.goes_on and mask[-1])
+    lockstep.core.check()
+
+
+def test_a_value_model_stands_for_what_a_segment_does_not_have(tiny_model: Path) -> None:
+    """lambda = 0: the advantage of a token is gamma V' - V but for the last one, wherever the response was cut."""
+    advantages: list[tuple[bool, np.ndarray, np.ndarray]] = []
+    config = config_of(
+        "ppo",
+        algorithm={"lam": 0.0, "gamma": 0.5, "whiten": False},
+        rollout={"max_tokens": 12, "chunk_tokens": 1},
+        staleness={"segments": 3},
+        buffer={"groups": {"policy": "split"}},
+    )
+    with one_rank():
+        lockstep = Lockstep(config, str(tiny_model), PROBLEMS, letters, ticks=3)
+        stepper = lockstep.stepper
+        credit = stepper._credit
+
+        def noted(share: Share, known: Known) -> tuple[Share, torch.Tensor]:
+            out, targets = credit(share, known)
+            assert known.values is not None
+            values = known.values.numpy()
+            for i, goes_on in enumerate(share.goes_on):
+                span = slice(share.starts[i] + share.begin[i], share.starts[i + 1])
+                advantages.append((bool(goes_on), out.advantage[span], values[span]))
+            return out, targets
+
+        stepper._credit = noted  # type: ignore[method-assign]
+        list(lockstep.run())
+    assert any(goes_on for goes_on, *_ in advantages)
+    for goes_on, advantage, values in advantages:
+        expected = 0.5 * values[1:] - values[:-1]
+        if not goes_on:
+            assert advantage[:-1] == pytest.approx(expected, abs=1e-6)
+            assert advantage[-1] != pytest.approx(-values[-1], abs=1e-6)
+        else:
+            assert advantage[:-1] == pytest.approx(expected, abs=1e-6)
+            assert advantage[-1] == 0
+
+
+def test_the_mass_that_survives_truncation_is_in_the_metrics(tiny_model: Path) -> None:
+    config = config_of("grpo", rollout={"top_k": 8, "allow_truncated_sampling": True}, staleness={"max_staleness": 0})
+    with one_rank():
+        records = list(Lockstep(config, str(tiny_model), PROBLEMS, letters).run())
+    assert all(0 < record["surviving_mass"] < 0.9 for record in records)
 
 
 EXTRAS: dict[str, dict] = {

@@ -22,8 +22,8 @@ from tests import tiny
 PROMPT = [0, 40, 41, 42, 1, 0]
 
 
-def engine_for(model: Path, *, temperature: float = 1.0, slots: int = 4, seed: int = 0) -> TorchEngine:
-    rollout = {"temperature": temperature, "slots": slots, "dtype": "float32"}
+def engine_for(model: Path, *, temperature: float = 1.0, slots: int = 4, seed: int = 0, **more: object) -> TorchEngine:
+    rollout = {"temperature": temperature, "slots": slots, "dtype": "float32"} | more
     config = parse({"data": {"path": "x"}, "rollout": rollout})
     return TorchEngine(config, model=str(model), max_model_tokens=128, seed=seed)
 
@@ -82,6 +82,29 @@ def test_behaviour_logprobs_are_the_learners(tiny_model: Path, temperature: floa
         assert ((learner - behaviour).exp() - 1).abs().max() < 1e-4
         sampled += behaviour.numel()
     assert sampled >= 2000
+
+
+@pytest.mark.parametrize("truncation", [{"top_p": 0.5}, {"top_k": 7}, {"min_p": 0.9}], ids=str)
+def test_truncated_sampling_is_off_by_the_mass_that_survives(tiny_model: Path, truncation: dict) -> None:
+    """The engine's log-probs are those of the survivors alone; `exp(learner - engine)` is their mass, below 1."""
+    (delta,) = run(engine_for(tiny_model, **truncation), Request("1", PROMPT, 40))
+    model = LlamaForCausalLM.from_pretrained(tiny_model)
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPT + delta.tokens])).logits[0, len(PROMPT) - 1 : -1]
+    for row, token, logprob in zip(logits, delta.tokens, delta.logprobs, strict=True):
+        chances = row.softmax(-1)
+        order = chances.argsort(descending=True)
+        ranked = chances[order]
+        if "top_k" in truncation:
+            kept = set(order[: truncation["top_k"]].tolist())
+        elif "min_p" in truncation:
+            kept = set(order[ranked >= truncation["min_p"] * ranked[0]].tolist())
+        else:
+            kept = set(order[ranked.cumsum(0) - ranked < truncation["top_p"]].tolist())
+        assert token in kept
+        mass = float(chances[sorted(kept)].sum())
+        assert mass < 1
+        assert float(chances[token]) / mass == pytest.approx(torch.tensor(logprob).exp().item(), rel=1e-3)
 
 
 def test_greedy_responses_are_those_of_the_plain_model(tiny_model: Path) -> None:

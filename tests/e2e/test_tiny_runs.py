@@ -93,6 +93,29 @@ def test_gigpo_on_a_task_of_two_turns(tiny_model: Path, tmp_path: Path) -> None:
     assert all(0 < record["masked_share"] < 0.6 for record in metrics.read(folder))
 
 
+def test_segments_train_what_is_still_being_generated(tiny_model: Path, tmp_path: Path) -> None:
+    """Responses of up to 64 tokens, cut after eight at the soonest, through all processes and a resume."""
+    settings = {
+        "algorithm.preset": "vtrace",
+        "rollout.max_tokens": 64,
+        "rollout.chunk_tokens": 2,
+        "rollout.flush_ms": 5.0,
+        "staleness.segments": 8,
+        "buffer.groups.policy": "split",
+        "steps": 6,
+    }
+    config = runs.config(tiny_model, tmp_path, **settings)
+    code, out, folder = runs.train(config, "--steps", "3")
+    assert code == 0, out
+    code, out, folder = runs.train(config, "--resume", "run", "--steps", "6")
+    assert code == 0, out
+    records = metrics.read(folder)
+    assert len(records) == 6
+    assert sum(record["segments"] for record in records) > 6
+    assert max(record["age_max"] for record in records) <= 2
+    runs.adds_up(folder)
+
+
 def test_remax_asks_for_a_greedy_response_to_every_prompt(tiny_model: Path, tmp_path: Path) -> None:
     """Its reward is the baseline of the group; it is not streamed, and costs no ticket."""
     code, out, folder = runs.train(runs.config(tiny_model, tmp_path, **{"algorithm.preset": "remax"}))

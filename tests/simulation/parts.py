@@ -35,6 +35,9 @@ def reward_of(index: int, member: int) -> float:
     return float(index % 7 and index % 7 + member)
 
 
+Key = tuple[int, int, int]
+
+
 class Broken(AssertionError):
     """An invariant does not hold."""
 
@@ -361,16 +364,19 @@ class SimFeeder:
 
 @dataclass
 class Ledger:
-    """What the surviving lineage has trained, by step; outlives the learner's processes."""
+    """What the surviving lineage has trained, by step; outlives the learner's processes.
+
+    A key is (prompt, member, place) of a token handed out for training; that of a trajectory's end has the place -1.
+    """
 
     checkpoint: int = 0
     cursor: int = 0
     forks: list[int] = field(default_factory=list)
-    trained: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    lost: set[tuple[int, int]] = field(default_factory=set)
+    trained: dict[int, list[Key]] = field(default_factory=dict)
+    lost: set[Key] = field(default_factory=set)
     """Trained in steps that a restore has undone, of which the buffer has not heard yet."""
 
-    def keys(self) -> Counter[tuple[int, int]]:
+    def keys(self) -> Counter[Key]:
         return Counter(key for step in self.trained.values() for key in step)
 
 
@@ -441,9 +447,13 @@ class SimLearner:
         assert self.batch is not None
         keys = self.world.check_batch(self, self.batch, arrays)
         self.ledger.trained[self.step] = keys
-        twice = [key for key, count in self.ledger.keys().items() if count > 1]
+        known = self.ledger.keys()
+        twice = [key for key, count in known.items() if count > 1]
         if twice:
             raise Broken(f"{twice[:3]} were trained on twice")
+        for index, member, place in keys:
+            if place > 0 and (index, member, place - 1) not in known:
+                raise Broken(f"prompt {index}, member {member}: token {place - 1} was left out")
         self.world.clock.after(self.world.random.uniform(0.1, 2.0), self._commit)
 
     def _commit(self) -> None:

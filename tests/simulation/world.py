@@ -23,7 +23,7 @@ from buffers.core import Core
 from buffers.records import IN_FLIGHT, Settings
 from staleness.versions import INJECTED, unpack
 from tests.simulation.net import Clock, Net, Weather
-from tests.simulation.parts import Broken, Fate, Ledger, SimFeeder, SimLearner, SimServer, SimWorker, reward_of
+from tests.simulation.parts import Broken, Fate, Key, Ledger, SimFeeder, SimLearner, SimServer, SimWorker, reward_of
 
 FAULTS_S = 25.0
 STALL_S = 60.0
@@ -90,7 +90,8 @@ class World:
         group = rnd.choice([1, 2, 4])
         on_stale = rnd.choice(["mask", "mask", "drop", "pace"])
         pace = on_stale == "pace"
-        group_policy = "whole" if pace else rnd.choice(["whole", "whole", "split", "deadline_versions"])
+        group_policy = "whole" if pace else rnd.choice(["whole", "whole", "split", "split", "deadline_versions"])
+        segments = rnd.choice([None, 1, 3, 6]) if group_policy == "split" else None
         return Settings(
             batch=group * rnd.randint(1, 3),
             group=group,
@@ -102,11 +103,12 @@ class World:
             dynamic_sampling=group > 1 and group_policy != "split" and rnd.random() < 0.3,
             deadline_versions=rnd.randint(1, 2),
             min_group=rnd.randint(1, group),
-            on_failed=rnd.choice(["replace", "shrink", "fail_group"]),
+            on_failed=rnd.choice(["replace", "shrink", "fail_group"]) if segments is None else "shrink",
             max_consecutive_failed_groups=1_000_000,
             replayable=rnd.random() < 0.8,
             sampler="oldest" if pace else rnd.choice(["oldest", "oldest", "freshest", "uniform", "prioritized"]),
             seed=self.seed,
+            segments=segments,
             retain=True,
         )
 
@@ -301,22 +303,29 @@ class World:
         strangers = [lease.holder for lease in core.offering.leases.values() if lease.holder != peer]
         if strangers:
             raise Broken(f"leases of {strangers} outlive their learners")
-        held = {
-            (group.prompt.key[1], member.member)
+        begins = {
+            (group.prompt.key[1], member.member): member.start
             for group in core.store.groups.values()
             for member in group.having(*IN_FLIGHT)
         }
-        if self.ledger.lost - held:
-            raise Broken(f"{self.ledger.lost - held} were trained on in undone steps and are not offered again")
+        # A trajectory of which a segment was trained on may have failed since; one that was complete may not.
+        gone = {
+            (index, member, place)
+            for index, member, place in self.ledger.lost
+            if (place < 0 and (index, member) not in begins) or 0 <= place < begins.get((index, member), 0)
+        }
+        if gone:
+            raise Broken(f"{gone} were trained on in undone steps and are not offered again")
         self.ledger.lost = set()
 
-    def check_batch(self, learner: SimLearner, batch: m.Batch, arrays: m.SampleArrays) -> list[tuple[int, int]]:
-        """Everything that is promised of a batch; returns the (prompt, member) of its trajectories."""
+    def check_batch(self, learner: SimLearner, batch: m.Batch, arrays: m.SampleArrays) -> list[Key]:
+        """Everything that is promised of a batch; returns what of the ledger it is."""
         core = self.server.core
         lease = core.offering.leases.get(batch.lease)
         by_ticket = {t.ticket: t for t in lease.trajectories} if lease else {}
+        by_ticket |= {part.trajectory.ticket: part.trajectory for part in lease.excerpts} if lease else {}
         at = 0
-        keys: list[tuple[int, int]] = []
+        keys: list[Key] = []
         versions = arrays.versions
         for row in batch.rows:
             span = slice(at, at + row.length)
@@ -325,10 +334,11 @@ class World:
             if trajectory is None:
                 raise Broken(f"ticket {row.ticket} is in a batch, but not in its lease")
             index = trajectory.group.prompt.key[1]
-            keys.append((index, row.member))
+            keys += [(index, row.member, place) for place in range(row.start, row.length - row.goes_on)]
+            keys += [] if row.goes_on else [(index, row.member, -1)]
             self._check_content(index, row, arrays.tokens[span], arrays.logprobs[span])
             self._check_ages(learner, row, versions[span], arrays.mask[span])
-            if row.reward != reward_of(index, row.member):
+            if row.reward != (0.0 if row.goes_on else reward_of(index, row.member)):
                 raise Broken(f"prompt {index}, member {row.member} has the reward {row.reward}")
             if self.settings.group_policy == "whole" and trajectory.group.having("running"):
                 raise Broken(f"a part of group {trajectory.group.serial} was offered")
@@ -339,7 +349,8 @@ class World:
     def _check_content(self, index: int, row: m.BatchRow, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         fate = self.fate(index, row.member)
         expected = [fate.token(index, row.member, i) for i in range(row.length)]
-        if row.length != min(fate.length, self.settings.max_tokens) or tokens.tolist() != expected:
+        complete = row.length == min(fate.length, self.settings.max_tokens)
+        if not (complete or row.goes_on) or tokens.tolist() != expected:
             raise Broken(f"prompt {index}, member {row.member}: {tokens.tolist()} in place of {expected}")
         wanted = np.asarray([fate.logprob(i) for i in range(row.length)], np.float32)
         if not np.array_equal(logprobs, wanted, equal_nan=True):
@@ -347,6 +358,8 @@ class World:
 
     def _check_ages(self, learner: SimLearner, row: m.BatchRow, versions: np.ndarray, mask: np.ndarray) -> None:
         trained = versions[mask == 1]
+        if mask[: row.start].any() or (row.goes_on and mask[-1]):
+            raise Broken(f"ticket {row.ticket}: a token of another batch is to be trained on")
         if not trained.size or trained.size != row.trainable:
             raise Broken(
                 f"ticket {row.ticket}: {trained.size} tokens may be trained on, {row.trainable} were announced"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from staleness import bounds
@@ -35,3 +36,24 @@ def test_versions_0_0_5_at_learner_step_5(bound: int, on_stale: bounds.OnStale, 
 @pytest.mark.parametrize("on_stale", ["mask", "drop", "pace"])
 def test_injected_text_is_never_trained_on_and_never_stale(on_stale: bounds.OnStale) -> None:
     assert bounds.fresh([0, None, 1], max_staleness=1, on_stale=on_stale) == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("sampled", "start", "least", "expected"),
+    [
+        ("ssss", 0, 3, 3),
+        ("sss", 0, 3, None),
+        ("ssssss", 0, 3, 5),
+        ("ssssss", 2, 3, 5),
+        ("ssssss", 3, 3, None),
+        ("sssiisss", 0, 3, 5),  # the newest turn begins at 5
+        ("sssiisss", 0, 4, 7),  # that would be too short
+        ("sssiisssiis", 0, 3, 10),
+        ("ssssii", 0, 3, 3),  # text that nobody sampled has no end of its own
+        ("iiss", 0, 1, 3),
+        ("", 0, 1, None),
+    ],
+)
+def test_where_a_segment_ends(sampled: str, start: int, least: int, expected: int | None) -> None:
+    column = np.asarray([each == "s" for each in sampled], np.bool_)
+    assert bounds.cut(column, start=start, least=least) == expected

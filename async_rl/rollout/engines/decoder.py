@@ -14,9 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.cache_utils import Cache
 
+from async_rl.config import RolloutConfig
 from async_rl.errors import RequestRefused
 from async_rl.rollout.engines.protocol import Delta, Request
 from async_rl.weights.manifest import check_names
@@ -66,20 +73,21 @@ Stepped = list[tuple[Running, Delta]]
 
 
 class Decoder:
-    """decoder = Decoder(path, slots=64, length=512, temperature=1.0, dtype=torch.float32, seed=0)
+    """decoder = Decoder(path, config.rollout, length=512, seed=0)
     running = decoder.submit(request)
     while decoder.busy: for running, delta in decoder.step(): ...
     decoder.load(tensors, version)  # between two steps; running requests keep their KV
     """
 
-    def __init__(
-        self, path: str, *, slots: int, length: int, temperature: float, dtype: torch.dtype, seed: int
-    ) -> None:
+    def __init__(self, path: str, rollout: RolloutConfig, *, length: int, seed: int) -> None:
+        dtype: torch.dtype = getattr(torch, rollout.dtype)
+        slots = rollout.slots
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
         config = self._model.config
         self.length = min(length, config.max_position_embeddings)
         self.version = 0
-        self._temperature = temperature
+        self._temperature = rollout.temperature
+        self._truncation = truncation(rollout)
         self._names = {name for name, _ in self._model.named_parameters()}
         stops = self._model.generation_config.eos_token_id
         self._stops = set(stops if isinstance(stops, list) else [stops])
@@ -161,7 +169,7 @@ class Decoder:
         logits = self._model(
             tokens, position_ids=at, attention_mask=mask, past_key_values=self._cache, use_cache=True, logits_to_keep=1
         ).logits[:, -1]
-        logprobs = (logits.float() / self._temperature).log_softmax(-1)
+        logprobs = self._truncation(tokens, logits.float() / self._temperature).log_softmax(-1)
         chosen = self._sample(batch, logprobs)
         taken = zip(batch, chosen.tolist(), logprobs.gather(-1, chosen[:, None])[:, 0].tolist(), strict=True)
         return [(running, self._take(running, token, logprob, new)) for running, token, logprob in taken]
@@ -193,6 +201,18 @@ class Decoder:
     def _leave(self, running: Running) -> None:
         self._free.append(running.slot)
         del self._running[running.slot]
+
+
+def truncation(rollout: RolloutConfig) -> LogitsProcessorList:
+    """What sets the logits of tokens that are not to be sampled to -inf; in vLLM's order."""
+    out = LogitsProcessorList()
+    if rollout.min_p > 0:
+        out.append(MinPLogitsWarper(rollout.min_p))
+    if rollout.top_k > 0:
+        out.append(TopKLogitsWarper(rollout.top_k))
+    if rollout.top_p < 1:
+        out.append(TopPLogitsWarper(rollout.top_p))
+    return out
 
 
 def _spans(versions: list[int]) -> list[tuple[int, int, int]]:

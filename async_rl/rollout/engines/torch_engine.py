@@ -11,8 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import ParamSpec, TypeVar
 
-import torch
-
 from async_rl.config import Config
 from async_rl.errors import EngineError
 from async_rl.rollout.engines.decoder import Decoder, Running
@@ -41,15 +39,7 @@ class TorchEngine:
         self._loop_task = asyncio.create_task(self._run())
 
     def _load(self) -> Decoder:
-        rollout = self._config.rollout
-        return Decoder(
-            self._path,
-            slots=rollout.slots,
-            length=self._length,
-            temperature=rollout.temperature,
-            dtype=getattr(torch, rollout.dtype),
-            seed=self._seed,
-        )
+        return Decoder(self._path, self._config.rollout, length=self._length, seed=self._seed)
 
     async def _in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args, **kwargs))

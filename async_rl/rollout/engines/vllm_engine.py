@@ -106,9 +106,13 @@ class VllmEngine:
 
         # A request made during an update would carry the old version's salt and run with the new weights.
         await self._settled.wait()
+        rollout = self._config.rollout
         sampling = SamplingParams(
             max_tokens=request.max_tokens,
-            temperature=0.0 if request.greedy else self._config.rollout.temperature,
+            temperature=0.0 if request.greedy else rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            min_p=rollout.min_p,
             seed=request.seed,
             logprobs=0,
             detokenize=False,
