@@ -41,6 +41,7 @@ test-gpu: setup
 
 # The figures that the README and the issues claim, one target each; two hours in all.
 proof: proof-quickstart proof-inflight proof-synchronous proof-asynchronous proof-refusals proof-trl \
+	proof-dapo proof-cispo proof-ppo \
 	proof-ingest proof-simulate proof-bounded proof-faults proof-journal
 
 proof-trl: setup

@@ -297,6 +297,17 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     buffer.add_argument("--no-peers", action="store_true", help="without Ray and TransferQueue")
     buffer.set_defaults(command=_bench_buffer)
 
+    learner = actions.add_parser("learner", help="a learner step beside a padded Hugging Face loop; minutes")
+    learner.add_argument("--json", metavar="FILE", help="also write the result here")
+    learner.add_argument("--model", default="smollm2-135m", metavar="PATH", help="model (default: smollm2-135m)")
+    learner.add_argument("--repeat", type=int, default=3, metavar="N", help="measured turns (default: 3)")
+    learner.set_defaults(command=_bench_learner)
+
+
+def _bench_learner(args: argparse.Namespace) -> int:
+    options = [*(["--json", args.json] if args.json else []), "--model", args.model, "--repeat", str(args.repeat)]
+    return _module("async_rl.benchmarks.learner", *options)
+
 
 def _bench_buffer(args: argparse.Namespace) -> int:
     options = [*(["--json", args.json] if args.json else []), *(["--no-peers"] if args.no_peers else [])]

@@ -58,10 +58,11 @@ PRESETS: dict[str, Preset] = {
         "reinforce++", "ppo", "tis", staleness__correction__cap=5.0,
     ),
     "ppo": _preset(
-        "A by GAE (gamma = 1, lambda = 0.95) on a value model, normalised; PPO's clip; w = min(exp(p - mu), 5)",
+        "A by GAE (gamma = 1, lambda = 0.95) on a value head of the policy's trunk, normalised; PPO's clip; "
+        "w = min(exp(p - mu), 5)",
         "PPO, arXiv 1707.06347; GAE, 1506.02438",
         "gae", "ppo", "tis", staleness__correction__cap=5.0,
-        algorithm__gamma=1.0, algorithm__lam=0.95, algorithm__whiten=True,
+        algorithm__gamma=1.0, algorithm__lam=0.95, algorithm__whiten=True, algorithm__value__trunk="shared",
     ),
     "vtrace": _preset(
         "f = A theta, A and value targets by V-trace with exp(p - mu) truncated at 1",

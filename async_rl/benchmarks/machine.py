@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 from msgspec import Struct
 
-PACKAGES = ("async-rl", "numpy", "pyzmq", "msgspec", "ray", "TransferQueue")
+PACKAGES = ("async-rl", "numpy", "pyzmq", "msgspec", "ray", "TransferQueue", "torch", "transformers")
 
 
 class Machine(Struct, frozen=True):

@@ -55,7 +55,7 @@ def states(trunk: nn.Module, packed: Packed) -> Float[Tensor, "sampled width"]:
     tokens, positions, predict = (
         torch.from_numpy(array).to(device) for array in (packed.tokens, packed.positions, packed.predict)
     )
-    attention = torch.from_numpy(packed.attention()).to(device)[:, None]
+    attention = None if packed.causal else torch.from_numpy(packed.attention()).to(device)[:, None]
     hidden = trunk(
         input_ids=tokens, position_ids=positions, attention_mask=attention, use_cache=False
     ).last_hidden_state
@@ -76,6 +76,14 @@ def shard(module: Policy | ValueModel, mesh: DeviceMesh, dtype: torch.dtype) -> 
     for layer in layers(module.model):
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=not alone)
     fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=not alone)
+
+
+def pairs_per_token(width: int) -> int:
+    """How many pairs of tokens attention compares for what all else costs per token; see `packing.split`.
+
+    A layer of width w has about 12 w^2 parameters, 24 w^2 operations a token; a pair costs 4 w.
+    """
+    return 6 * width
 
 
 class ValueModel(nn.Module):

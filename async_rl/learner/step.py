@@ -20,7 +20,7 @@ from async_rl.algorithms.objective import LossInput, LossMetrics, log_rho, loss
 from async_rl.config import Config
 from async_rl.learner.batch import Share
 from async_rl.learner.packing import Member, Packed, Segment, pack
-from async_rl.learner.policy import Policy, Scores, ValueModel, accumulate, reshard
+from async_rl.learner.policy import Policy, Scores, ValueModel, accumulate, pairs_per_token, reshard
 from staleness.corrections import Sequences, Tokens, m2_keep
 from staleness.proximal import loglinear
 
@@ -108,6 +108,7 @@ class Stepper:
         self._algorithm, self._correction = config.algorithm, config.staleness.correction
         self._world = dist.get_world_size()
         self._device = next(policy.parameters()).device
+        self._pairs = pairs_per_token(policy.model.config.hidden_size)
 
     def step(self, share: Share, *, rate: float) -> StepResult:
         """`rate`: learning rate of the policy in this step."""
@@ -123,7 +124,7 @@ class Stepper:
 
     def _micro_batches(self, segments: list[Segment]) -> list[Packed]:
         """This rank's micro-batches, as many on every rank: the collectives of FSDP must meet."""
-        micro = pack(segments, tokens=self._config.learner.micro_batch_tokens)
+        micro = pack(segments, tokens=self._config.learner.micro_batch_tokens, pairs=self._pairs)
         count = torch.tensor(len(micro), device=self._device)
         dist.all_reduce(count, dist.ReduceOp.MAX)
         return micro + [_empty()] * (int(count) - len(micro))

@@ -13,8 +13,10 @@ matplotlib.use("Agg")
 import msgspec
 import numpy as np
 from matplotlib import pyplot as plt
+from numpy.typing import NDArray
 
 from experiments.staleness.study import (
+    FAST,
     FOLDER,
     FORCED,
     METHODS,
@@ -23,6 +25,7 @@ from experiments.staleness.study import (
     RESULTS,
     STEPS,
     TARGET_ESS,
+    USUAL,
     Result,
     runs,
 )
@@ -143,19 +146,24 @@ def _orders(results: list[Result]) -> list[list[float]]:
 def controller(results: list[Result]) -> str:
     """What the controller did while the policy moved fast, and after."""
     lines = [
-        "| controller | forced steps under the target | lowest ESS in them | lowest bound | last bound | reward |",
+        "| controller | mean ESS of the forced steps | under the target | lowest bound | last bound | reward |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for method in ("off", "on"):
         some = [r for r in results if (r.run["kind"], r.run["method"]) == ("controller", method)]
         for result in some:
-            ess, eta = (np.asarray(result.details[name]) for name in ("ess", "effective_max_staleness"))
-            forced = ess[FORCED.start : FORCED.stop]
+            forced, eta = column(result, "ess")[FORCED.start : FORCED.stop], column(result, "effective_max_staleness")
+            under = np.count_nonzero(forced < TARGET_ESS)
             lines.append(
-                f"| {method} | {np.count_nonzero(forced < TARGET_ESS)} of {forced.size} | {np.nanmin(forced):.2f} | "
-                f"{eta.min():.0f} | {eta[-1]:.0f} | {score(result):.3f} |"
+                f"| {method} | {np.nanmean(forced):.2f} | {under} of {forced.size} | {eta.min():.0f} | {eta[-1]:.0f} | "
+                f"{score(result):.3f} |"
             )
     return "\n".join(lines)
+
+
+def column(result: Result, name: str) -> NDArray[np.float64]:
+    """Of every step; nan for one without a gradient."""
+    return np.asarray([np.nan if value is None else value for value in result.details[name]], np.float64)
 
 
 def plot_controller(results: list[Result]) -> None:
@@ -164,8 +172,8 @@ def plot_controller(results: list[Result]) -> None:
         if (result.run["kind"], result.run["seed"]) == ("controller", 0):
             label = f"controller {result.run['method']}"
             steps = range(1, len(result.details["ess"]) + 1)
-            (line,) = top.plot(steps, result.details["ess"], label=label)
-            bottom.plot(steps, result.details["age_mean"], color=line.get_color(), label=f"mean age, {label}")
+            (line,) = top.plot(steps, column(result, "ess"), label=label)
+            bottom.plot(steps, column(result, "age_mean"), color=line.get_color(), label=f"mean age, {label}")
             if result.run["method"] == "on":
                 bottom.plot(
                     steps, result.details["effective_max_staleness"], "--", color=line.get_color(), label="its bound"
@@ -176,7 +184,7 @@ def plot_controller(results: list[Result]) -> None:
         axis.legend(fontsize=8)
     top.set_ylabel("ESS, share of tokens")
     bottom.set_ylabel("learner steps")
-    bottom.set_xlabel("learner step; ten times the learning rate where grey")
+    bottom.set_xlabel(f"learner step; {FAST / USUAL:.0f} times the learning rate where grey")
     figure.tight_layout()
     figure.savefig(FOLDER / "controller.png", dpi=110)
     plt.close(figure)
@@ -251,9 +259,9 @@ group that end last, less that of the four that end first:
 
 ## The controller
 
-η = 16, and between steps {FORCED.start} and {FORCED.stop} ten times the learning rate, so that the policy leaves its
-old samples behind. With `staleness.controller.target_ess: {TARGET_ESS}` the bound falls until the effective sample size
-is back, and rises again when the rate is the usual one.
+η = 16; the learning rate is {FAST / USUAL:.0f} times the usual one from step {FORCED.start} to {FORCED.stop}, so
+that the policy leaves its old samples behind. With `staleness.controller.target_ess: {TARGET_ESS}` the bound falls
+until the effective sample size is back, and rises again when the rate is the usual one.
 
 {controller(results)}
 

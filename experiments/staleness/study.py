@@ -53,7 +53,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 POLICIES = [("mask", "whole"), ("mask", "split"), ("drop", "whole"), ("drop", "split"), ("pace", "whole")]
 """What is stale, and how groups are offered; `pace` takes whole groups only."""
 TARGET_ESS = 0.9
-FORCED, FAST, USUAL = range(60, 120), 1e-3, 1e-4
+FORCED, FAST, USUAL = range(60, 120), 4e-4, 1e-4
 """Steps of the controller's runs whose learning rate is `FAST`, so that the policy leaves its old samples behind."""
 
 

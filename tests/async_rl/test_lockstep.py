@@ -192,7 +192,7 @@ EXTRAS: dict[str, dict] = {
         "algorithm": {"preset": "reinforce++", "kl": {"coefficient": 0.1, "place": "reward", "estimator": "k3"}}
     },
     "entropy": {"algorithm": {"entropy": 0.01}},
-    "values on the policy's trunk": {"algorithm": {"preset": "ppo", "value": {"trunk": "shared"}}},
+    "values on a trunk of their own": {"algorithm": {"preset": "ppo", "value": {"trunk": "own"}}},
     "v-trace on the policy's trunk": {"algorithm": {"preset": "vtrace", "value": {"trunk": "shared", "clip": None}}},
     "v-trace with a second pass": {
         "algorithm": {"preset": "vtrace"},

@@ -11,7 +11,7 @@ import torch
 from async_rl.config import parse
 from async_rl.learner.batch import Plan, share
 from async_rl.learner.logprobs import token_logprobs
-from async_rl.learner.packing import Member, Segment, fill, pack
+from async_rl.learner.packing import Member, Segment, fill, pack, split
 from async_rl.learner.policy import Policy, load
 from buffers import messages as m
 from staleness.versions import INJECTED
@@ -71,12 +71,41 @@ def test_logprobs_and_gradients_equal_the_padded_ones(policy: Policy, tokens: in
 def test_every_token_is_packed_once_and_rows_fit() -> None:
     found = segments(seed=3, groups=20)
     capacity = max(segment.size for segment in found)
-    rows = fill(found, capacity)
-    assert sum(len(row) for row in rows) == 20
+    rows, left = fill(found, capacity, 3)
+    assert sum(len(row) for row in rows) + len(left) == 20
+    assert len(rows) == 3
     assert all(sum(segment.size for segment in row) <= capacity for row in rows)
     packed = pack(found, tokens=3 * capacity)
-    assert all(part.tokens.shape[0] <= 3 for part in packed)
+    assert all(part.tokens.size <= 3 * capacity for part in packed)
     assert sum(int((part.segment >= 0).sum()) for part in packed) == sum(segment.size for segment in found)
+    places = {(int(s), int(o)) for part in packed for s, o in zip(part.source, part.offset, strict=True)}
+    assert len(places) == sum(part.targets.size for part in packed)
+    assert len(places) == sum(member.response.size for segment in found for member in segment.members)
+
+
+def test_short_groups_stay_together_and_long_responses_have_rows_of_their_own() -> None:
+    def group(prompt: int, *responses: int) -> Segment:
+        return Segment(np.zeros(prompt, np.int64), [Member(i, np.zeros(n, np.int64)) for i, n in enumerate(responses)])
+
+    assert len(split(group(35, *[16] * 8), 3456)) == 1
+    assert len(split(group(35, *[1000] * 8), 3456)) == 8
+    # A long prompt is worth sharing: eight times 4000 tokens again would cost more than attention does.
+    assert len(split(group(4000, *[50] * 8), 3456)) == 1
+    pieces = split(group(10, 900, 800, 20, 20, 20), 1000)
+    assert sorted(member.index for piece in pieces for member in piece.members) == [0, 1, 2, 3, 4]
+    assert [piece.size for piece in pieces if 0 in {m.index for m in piece.members}] == [910]
+
+
+@pytest.mark.parametrize("pairs", [1, 10_000])
+def test_however_groups_are_split_the_logprobs_are_the_same(policy: Policy, pairs: int) -> None:
+    found = segments(seed=4)
+    expected = reference(policy, found)
+    micro = pack(found, tokens=60, pairs=pairs)
+    assert all(part.causal for part in micro) == (pairs == 1)
+    for part in micro:
+        logprobs = policy(part).logprobs
+        for source, offset, value in zip(part.source.tolist(), part.offset.tolist(), logprobs, strict=True):
+            torch.testing.assert_close(value, expected[source, offset], atol=1e-5, rtol=1e-5)
 
 
 def test_nothing_to_train_on_is_no_micro_batch() -> None:
