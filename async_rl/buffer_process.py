@@ -32,6 +32,7 @@ def settings(config: Config) -> Settings:
         priority_exponent=buffer.sampler.exponent,
         seed=config.seed,
         retain=buffer.durability != "none",
+        regenerate=config.deterministic,
     )
 
 

@@ -203,6 +203,24 @@ def _reward(path: str, function: str, config: Config) -> None:
         )  # fmt: skip
 
 
+def _deterministic(config: Config) -> None:
+    if not config.deterministic:
+        return
+    for path, value, wanted in (
+        ("rollout.engine", config.rollout.engine, ("torch", "auto")),
+        ("staleness.max_staleness", config.staleness.max_staleness, (0,)),
+        ("buffer.slack", config.buffer.slack, (0,)),
+        ("buffer.groups.policy", config.buffer.groups.policy, ("whole",)),
+        ("buffer.groups.dynamic_sampling", config.buffer.groups.dynamic_sampling, (False,)),
+        ("buffer.sampler.name", config.buffer.sampler.name, ("oldest",)),
+    ):
+        if value not in wanted:
+            raise ConfigError(
+                path, value, "the clock would decide what is trained on, and deterministic: true leaves it nothing",
+                f"Set {path}={wanted[0]}, or leave deterministic out",
+            )  # fmt: skip
+
+
 def _run(config: Config) -> None:
     if config.launch.placement == "colocated":
         raise ConfigError(
@@ -215,7 +233,7 @@ def _run(config: Config) -> None:
 
 
 CHECKS: list[Callable[[Config], None]] = [
-    _batch, _groups, _segments, _addresses, _learning, _sampling, _data, _environment, _rewards, _run,
+    _batch, _groups, _segments, _addresses, _learning, _sampling, _data, _environment, _rewards, _deterministic, _run,
 ]  # fmt: skip
 
 

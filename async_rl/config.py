@@ -140,6 +140,10 @@ class LearnerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Packed tokens per forward pass; a longer group makes a longer pass."""
     checkpoint_every: PositiveInt = 20
     """Steps between checkpoints; there is always one at the end."""
+    keep_last: PositiveInt = 2
+    """Newest checkpoints that are kept."""
+    keep_best: bool = True
+    """Keep the checkpoint of the highest mean reward as well, over the steps since the one before it."""
 
 
 class WeightsConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -195,6 +199,9 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     """Learner steps."""
     seed: int = 0
     """Seed of sampling and of the order of everything."""
+    deterministic: bool = False
+    """Final weights that are the same to the last bit, however often the run is interrupted. Slow: needs
+    `staleness.max_staleness: 0` and generates token by token on the torch engine."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()

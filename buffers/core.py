@@ -288,8 +288,19 @@ class Core:
         store.lineage = Lineage(forks)
         if gone_back:
             self.offering.restore(unpack(message.version)[1])
+            if store.settings.regenerate:
+                self._regenerate()
         store.suspended = False
         self._announce(message.version, changed=True)
+
+    def _regenerate(self) -> None:
+        """What no checkpoint contains is cancelled, and its prompts are issued again."""
+        self.offering.cancel_parked()
+        groups = list(self.store.groups.values())
+        for group in groups:
+            self._drop(group, "cancelled")
+        if groups:
+            self.issuing.go_back(min(group.index for group in groups))
 
     def _commit(self, peer: str, commit: m.Commit) -> None:
         if not self.offering.commit(peer, commit):

@@ -163,6 +163,10 @@ class Issuing:
         if len(taken) < len(new) or submit.first > place:
             self.credit(again=True)
 
+    def go_back(self, place: int) -> None:
+        """The next prompts are those from `place` on, which have been issued before."""
+        self.next_prompt, self.credited = place, 0
+
     def _issue(self, prompt: m.Prompt) -> None:
         store = self.store
         assert store.version is not None

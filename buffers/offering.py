@@ -376,6 +376,14 @@ class Offering:
         self.parked = sorted([*self.parked, *again], key=lambda trajectory: (trajectory.step, trajectory.commit))
         store.groups = dict(sorted(store.groups.items()))
 
+    def cancel_parked(self) -> None:
+        """What was trained since the checkpoint, and is not to be offered again."""
+        for trajectory in (*self.parked, *self.loading.values()):
+            self.store.counts["parked"] -= 1
+            self.store.counts["cancelled"] += 1
+            trajectory.state = "cancelled"
+        self.parked, self.loading = [], {}
+
     def _undo_parts(self, trajectory: Trajectory, step: int) -> None:
         """Its segments that were trained from `step` on are to be offered again."""
         undone = [part for part in trajectory.earlier if part.step >= step]

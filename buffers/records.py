@@ -24,6 +24,7 @@ class Settings(Struct, frozen=True):
     """Sizes in trajectories, lengths in tokens; see `buffers/config.py` and `staleness/config.py`.
 
     `retain` keeps committed trajectories on record until a checkpoint contains them, which needs a journal.
+    `regenerate` has what no checkpoint contains generated again from its first token after a restore.
     """
 
     batch: int
@@ -46,6 +47,7 @@ class Settings(Struct, frozen=True):
     max_consecutive_filtered: int = 256
     segments: int | None = None
     retain: bool = False
+    regenerate: bool = False
 
     @property
     def limit(self) -> int:

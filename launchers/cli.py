@@ -48,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = top.add_subparsers(metavar="COMMAND", required=True)
     _train(commands.add_parser("train", help="train a model", formatter_class=argparse.RawDescriptionHelpFormatter))
+    _export_model(commands.add_parser("export", help="a checkpoint as a Hugging Face folder"))
     _eval(commands.add_parser("eval", help="accuracy on the held-out prompts, before against after training"))
     _model(commands.add_parser("model", help="models that come as packages"))
     _buffer(commands.add_parser("buffer", help="look into a run's replay buffer, check it, export it"))
@@ -72,6 +73,7 @@ EXAMPLES = """examples:
   async-rl train quickstart --max-staleness 0 --steps 10 --name synchronous
   async-rl train my.yaml --set learner.learning_rate=2e-6 --set data.path=problems.jsonl
   async-rl train quickstart --resume quickstart --steps 100
+  async-rl train quickstart --resume auto          # for jobs that are started again when they were stopped
 """
 
 
@@ -87,7 +89,11 @@ def _train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--launcher", metavar="local", help="how processes are started")
     parser.add_argument("--steps", type=int, metavar="N", help="learner steps")
     parser.add_argument("--name", metavar="NAME", help="name of the run's folder")
-    parser.add_argument("--resume", metavar="RUN", help="go on from the newest checkpoint of a run")
+    parser.add_argument(
+        "--resume",
+        metavar="RUN",
+        help="go on from the newest checkpoint of a run; auto: of the newest run of this name, if it has one",
+    )
     parser.add_argument("--set", action="append", default=[], metavar="a.b=value", help="any setting; may be repeated")
     parser.add_argument("--dry-run", action="store_true", help="check, show the resolved configuration, start nothing")
     parser.set_defaults(command=_run_train)
@@ -113,7 +119,10 @@ def _run_train(args: argparse.Namespace) -> int:
     if config.data.path is not None:
         path = sources.resolve(config.data.path, source.parent)
         config = msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, path=str(path)))
-    resumed = folders.old(args.resume, config.folder) if args.resume else None
+    resumed = _resumed(args.resume, config)
+    if args.resume == "auto" and resumed and _reached(resumed) >= config.steps:
+        print(f"note: it has reached step {_reached(resumed)}; there is nothing to do", file=sys.stderr)
+        return 0
     check(config, resumed)
     for note in configuration.notes(config):
         print(f"note: {note}", file=sys.stderr)
@@ -121,6 +130,20 @@ def _run_train(args: argparse.Namespace) -> int:
         print(configuration.dump(config), end="")
         return 0
     return local.exit_code(local.launch(config, resumed or folders.new(config)).status)
+
+
+def _resumed(run: str | None, config: Config) -> Path | None:
+    """The folder to go on in; None for a new run."""
+    if run != "auto":
+        return folders.old(run, config.folder) if run else None
+    found = [folder for folder in folders.of_name(config) if state.latest(folder / "checkpoints")]
+    print(f"note: --resume auto {f'goes on with {found[-1]}' if found else 'begins a new run'}", file=sys.stderr)
+    return found[-1] if found else None
+
+
+def _reached(run: Path) -> int:
+    found = state.latest(run / "checkpoints")
+    return found[1].step if found else 0
 
 
 def check(config: Config, resumed: Path | None) -> None:
@@ -175,6 +198,26 @@ def _show_algorithms(args: argparse.Namespace) -> int:
     else:
         print(presets.show(names))
     return 0
+
+
+def _export_model(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Write a checkpoint of a run as a Hugging Face folder: safetensors, tokenizer, generation configuration and a "
+        "model card. The run may be going on. At its end a run writes RUN/model by itself."
+    )
+    _of_run(parser)
+    parser.add_argument("--step", type=int, metavar="S", help="step of the checkpoint (default: the newest)")
+    parser.add_argument("--output", metavar="DIR", help="new folder (default: RUN/model-S)")
+    parser.add_argument("--dtype", default="bfloat16", metavar="T", help="bfloat16 (default), float16 or float32")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest file (default: 5GB)")
+    parser.set_defaults(command=_run_export)
+
+
+def _run_export(args: argparse.Namespace) -> int:
+    options = ["--dtype", args.dtype, "--max-shard-size", args.max_shard_size]
+    options += ["--step", str(args.step)] if args.step is not None else []
+    options += ["--output", args.output] if args.output else []
+    return _module("async_rl.learner.export", "--run", str(folders.old(args.run, args.runs)), *options)
 
 
 def _eval(parser: argparse.ArgumentParser) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,18 @@ def new(config: Config) -> Path:
             return folder
         except FileExistsError:
             number += 1
+
+
+def of_name(config: Config) -> list[Path]:
+    """The folders that `new` has made for this configuration, oldest first."""
+    base = Path(config.folder) / config.name
+    numbered = {
+        int(path.name.removeprefix(f"{base.name}-")): path
+        for path in base.parent.glob(f"{glob.escape(base.name)}-*")
+        if path.name.removeprefix(f"{base.name}-").isdecimal()
+    }
+    every = [base, *(numbered[number] for number in sorted(numbered))]
+    return [path for path in every if (path / "config.yaml").is_file()]
 
 
 def old(run: str, runs: str) -> Path:

@@ -1,28 +1,33 @@
-"""Distributed checkpoints, complete or absent, and the Hugging Face export.
+"""Distributed checkpoints, complete or absent, written while training goes on.
 
     checkpoints/step-00000020/   torch distributed checkpoint (weights and optimizer of each part) and `state.json`
     checkpoints/latest           the name of the newest complete one
 
-A checkpoint is written under another name and renamed when every rank has written; `latest` is replaced after that.
+A checkpoint is a copy that is written under another name by a thread, and renamed when every rank has written; `latest`
+is replaced after that. Nothing else is to be saved: a learner draws no random numbers, and what is random elsewhere is
+named by the seed and a place in the order of prompts.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from async_rl.learner import state
 from async_rl.learner.policy import Policy
-from async_rl.learner.state import LATEST, STATE, State
-from async_rl.tokenizer import tokenizer_of
+from async_rl.learner.state import State
 
 
 class Part(NamedTuple):
@@ -32,6 +37,82 @@ class Part(NamedTuple):
     optimizer: torch.optim.Optimizer
 
 
+class Checkpoints:
+    """Writes checkpoints of `parts` into `folder`, one at a time, and keeps the last and the best of them.
+
+    Every rank has one and calls `save` and `wait` in the same order; rank 0 is told what has become durable.
+    """
+
+    def __init__(self, folder: Path, parts: Mapping[str, Part], *, keep_last: int, keep_best: bool) -> None:
+        self._folder, self._parts = folder, parts
+        self._keep_last, self._keep_best = keep_last, keep_best
+        # The thread's collectives must not meet those of the training.
+        self._group = dist.new_group(backend="gloo")
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+            )
+        )
+        self._writing: tuple[Future[Any], State] | None = None
+        self._first = dist.get_rank() == 0
+        if self._first:
+            for broken in (*folder.glob("*.partial"), *folder.glob("*.old")):
+                shutil.rmtree(broken) if broken.is_dir() else broken.unlink()
+
+    def save(self, reached: State) -> State | None:
+        """Copies the parts as they are now and returns; a thread writes the copy.
+
+        Waits for the checkpoint before this one, and returns what has become durable by that, as `wait` does.
+        """
+        durable = self.wait()
+        partial = self._partial(reached)
+        future = dcp.async_save(
+            _tree(self._parts), checkpoint_id=partial, process_group=self._group, async_stager=self._stager
+        )
+        self._writing = cast("Future[Any]", future), reached
+        return durable
+
+    def finished(self) -> State | None:
+        """What has become durable since the last call, on rank 0; never waits."""
+        if self._writing is None or not self._writing[0].done():
+            return None
+        return self.wait()
+
+    def wait(self) -> State | None:
+        """Waits for the checkpoint that is being written, if there is one; raises what went wrong with it."""
+        if self._writing is None:
+            return None
+        (future, reached), self._writing = self._writing, None
+        future.result()  # rank 0 has it when every rank has written
+        if not self._first:
+            return None
+        self._complete(reached)
+        return reached
+
+    def close(self) -> None:
+        self._stager.close()
+
+    def _partial(self, reached: State) -> Path:
+        return self._folder / f"{state.folder_name(reached.step)}.partial"
+
+    def _complete(self, reached: State) -> None:
+        partial = self._partial(reached)
+        final = partial.with_suffix("")
+        _write_synced(partial / state.STATE, msgspec.json.encode(reached))
+        _sync(partial)
+        old = final.with_suffix(".old")
+        if final.exists():
+            final.rename(old)
+        partial.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
+        pointer = self._folder / f"{state.LATEST}.partial"
+        _write_synced(pointer, final.name.encode())
+        pointer.rename(self._folder / state.LATEST)
+        _sync(self._folder)
+        for step in state.superfluous(state.complete(self._folder), last=self._keep_last, best=self._keep_best):
+            shutil.rmtree(self._folder / state.folder_name(step))
+
+
 def _tree(parts: Mapping[str, Part]) -> dict[str, Any]:
     """What is stored of each part; the dictionaries are those that loading fills."""
     tree: dict[str, Any] = {}
@@ -39,29 +120,6 @@ def _tree(parts: Mapping[str, Part]) -> dict[str, Any]:
         weights, moments = get_state_dict(part.module, part.optimizer)
         tree[name] = {"weights": weights, "optimizer": moments}
     return tree
-
-
-def save(folder: Path, parts: Mapping[str, Part], state: State) -> Path:
-    """Every rank calls this; returns the checkpoint's folder."""
-    name = f"step-{state.step:08d}"
-    final, partial = folder / name, folder / f"{name}.partial"
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    dcp.save(_tree(parts), checkpoint_id=partial)
-    if dist.get_rank() == 0:
-        (partial / STATE).write_bytes(msgspec.json.encode(state))
-        old = folder / f"{name}.old"
-        if final.exists():
-            final.rename(old)
-        partial.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
-        pointer = folder / f"{LATEST}.partial"
-        pointer.write_text(name)
-        pointer.rename(folder / LATEST)
-    dist.barrier()
-    return final
 
 
 def restore(path: Path, parts: Mapping[str, Part]) -> None:
@@ -80,11 +138,17 @@ def full_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def export(folder: Path, policy: Policy, source: str) -> None:
-    """A Hugging Face folder in bfloat16 with the tokenizer of `source`; every rank calls this."""
-    tensors = {name: tensor.to("cpu", torch.bfloat16) for name, tensor in full_tensors(policy)}
-    if dist.get_rank() == 0:
-        policy.model.config.dtype = "bfloat16"
-        policy.model.save_pretrained(folder, state_dict=tensors)
-        tokenizer_of(source).save_pretrained(folder)
-    dist.barrier()
+def _write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """The names in a folder, on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

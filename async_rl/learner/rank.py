@@ -20,6 +20,7 @@ from async_rl import model, process
 from async_rl.data.prompts import Prompts
 from async_rl.learner import checkpoint, state
 from async_rl.learner.batch import Plan, Share, ages_of, plan, share
+from async_rl.learner.export import export_live
 from async_rl.learner.models import build
 from async_rl.learner.packing import Member, Segment, pack
 from async_rl.learner.policy import accumulate, reshard
@@ -56,6 +57,14 @@ class Learner:
         self.control = Control(self.config.staleness.max_staleness)
         models = self.models
         self.stepper = Stepper(models.policy, models.optimizer, self.config, models.reference, models.critic)
+        self.checkpoints = checkpoint.Checkpoints(
+            run.folder / "checkpoints",
+            models.parts(),
+            keep_last=self.config.learner.keep_last,
+            keep_best=self.config.learner.keep_best,
+        )
+        self.rewards: list[float] = []
+        """Of the steps since the last checkpoint."""
         self.client = process.client(run.folder, run.config, run.name, "learner")
         if self.rank == 0:
             self.metrics = MetricsWriter(run.folder)
@@ -84,11 +93,14 @@ class Learner:
                 self._publish()
             self._commit(planned, changed=result is not None)
             self._report(planned, batch, mine, result, waited, started, trained, time.time())
+            self._durable(self.checkpoints.finished())
             if self.step % self.config.learner.checkpoint_every == 0 and self.step < self.config.steps:
                 self._save()
         self._save()
         with self.timeline.span("export"):
-            checkpoint.export(self.run.folder / "model", self.policy, self.config.model.path)
+            export_live(self.run.folder, self.policy, self.config, self.step)
+        with self.timeline.span("finish checkpoint"):
+            self._durable(self.checkpoints.wait())
 
     # --- the parts of a step -----------------------------------------------------------------------------------
 
@@ -185,10 +197,18 @@ class Learner:
         return saved.step, saved.cursor
 
     def _save(self) -> None:
-        reached = state.State(self.step, self.cursor, self.prompts.fingerprint)
+        """A snapshot of everything, written while the next steps are trained."""
+        known = [reward for reward in self.rewards if np.isfinite(reward)]
+        reward = float(np.mean(known)) if known else None
+        self.rewards.clear()
         with self.timeline.span("checkpoint"):
-            checkpoint.save(self.run.folder / "checkpoints", self.models.parts(), reached)
-        self._tell(m.Checkpointed(self.step))
+            durable = self.checkpoints.save(state.State(self.step, self.cursor, self.prompts.fingerprint, reward))
+        self._durable(durable)
+
+    def _durable(self, saved: state.State | None) -> None:
+        """What a checkpoint on disk contains, the buffer may forget."""
+        if saved is not None:
+            self._tell(m.Checkpointed(saved.step))
 
     def _report(
         self,
@@ -209,6 +229,7 @@ class Learner:
             times = {"wait_s": started - waited, "train_s": trained - started, "publish_s": published - trained}
             line = report(planned, batch, parts, self.config, times, self.control)
             self.metrics.write({"step": self.step, "time": published, **line})
+            self.rewards.append(line["reward"])
 
     def _wire_dtype(self) -> torch.dtype:
         return getattr(torch, self.config.rollout.dtype)
@@ -224,6 +245,7 @@ class Learner:
         if self.rank == 0:
             # The segments stay until the supervisor removes them: workers may still be reading the last version.
             self.metrics.close()
+        self.checkpoints.close()
         self.client.close()
         self.timeline.close()
 
@@ -251,6 +273,7 @@ def main() -> None:
     os.environ.update(RANK=str(run.rank), WORLD_SIZE=str(run.config.learner.ranks), LOCAL_RANK=str(run.rank))
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.manual_seed(run.config.seed)
+    torch.use_deterministic_algorithms(run.config.deterministic)
     on_gpu = run.config.launch.device != "cpu" and torch.cuda.is_available()
     dist.init_process_group(
         "cuda:nccl,cpu:gloo" if on_gpu else "gloo",

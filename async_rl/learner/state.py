@@ -1,4 +1,4 @@
-"""Where a run stands: its newest checkpoint and its lineage. Torch-free, so that every process can ask."""
+"""Where a run stands: its checkpoints and its lineage. Torch-free, so that every process can ask."""
 
 from __future__ import annotations
 
@@ -17,29 +17,49 @@ LINEAGE = "lineage.json"
 
 class State(Struct, frozen=True):
     """`cursor` counts the prompts that have ended, in order of issue, since the run was first started; `fingerprint` is
-    that of the training rows."""
+    that of the training rows; `reward` the mean of the steps since the checkpoint before, None if no step had any."""
 
     step: int
     cursor: int
     fingerprint: str
+    reward: float | None = None
+
+
+def folder_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def complete(checkpoints: Path) -> list[State]:
+    """The states of all checkpoints that are complete, oldest first."""
+    return [found for path in sorted(checkpoints.glob("step-????????")) if (found := _read(path))]
 
 
 def latest(checkpoints: Path) -> tuple[Path, State] | None:
-    """The newest complete checkpoint, or None if none was ever made.
-
-    If the one that `latest` names is damaged, the newest other complete one; an error if there is none.
-    """
+    """The newest complete checkpoint, or None if none was ever made; an error if none of those made is complete."""
     pointer = checkpoints / LATEST
+    if found := complete(checkpoints):
+        return checkpoints / folder_name(found[-1].step), found[-1]
     if not pointer.is_file():
         return None
-    named = checkpoints / pointer.read_text().strip()
-    others = sorted(checkpoints.glob("step-????????"), reverse=True)
-    for path in (named, *others):
-        try:
-            return path, msgspec.json.decode((path / STATE).read_bytes(), type=State)
-        except (OSError, msgspec.DecodeError):
-            continue
-    raise AsyncRLError(f"{pointer} names {named.name}, but no checkpoint in {checkpoints} is complete")
+    raise AsyncRLError(f"{pointer} names {pointer.read_text()}, but no checkpoint in {checkpoints} is complete")
+
+
+def superfluous(states: list[State], *, last: int, best: bool) -> list[int]:
+    """Steps of the checkpoints to remove: all but the `last` newest and, if asked for, that of the highest reward."""
+    states = sorted(states, key=lambda found: found.step)
+    kept = {found.step for found in states[-last:]}
+    rated = [found for found in states if found.reward is not None]
+    if best and rated:
+        kept.add(max(rated, key=lambda found: (found.reward, found.step)).step)
+    return [found.step for found in states if found.step not in kept]
+
+
+def _read(path: Path) -> State | None:
+    """None if the checkpoint is incomplete."""
+    try:
+        return msgspec.json.decode((path / STATE).read_bytes(), type=State)
+    except (OSError, msgspec.DecodeError):
+        return None
 
 
 def lineage(folder: Path) -> Lineage:

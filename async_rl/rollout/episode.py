@@ -51,10 +51,16 @@ class Played:
 
 
 class Episode:
-    """Plays a ticket to its end. A prefix of an earlier attempt is replayed to the environment first."""
+    """Plays a ticket to its end. A prefix of an earlier attempt is replayed to the environment first.
 
-    def __init__(self, ticket: m.Ticket, engine: Engine, talk: Talk, environment: Environment | None) -> None:
+    `seed` is that of its samples; None leaves them to the engine.
+    """
+
+    def __init__(
+        self, ticket: m.Ticket, engine: Engine, talk: Talk, environment: Environment | None, seed: int | None = None
+    ) -> None:
         self._ticket, self._engine, self._talk, self._environment = ticket, engine, talk, environment
+        self._sample_seed = seed
         self._limit = len(ticket.prefix) + ticket.max_tokens
         self._state = anchor("")
         self._turn = 0
@@ -123,7 +129,7 @@ class Episode:
         if known >= end:
             return "length" if end == self._limit else "turn"
         name = f"{ticket.id}.{ticket.attempt}.{len(played.turns)}{'g' if greedy else ''}"
-        request = Request(name, ticket.prompt + played.tokens, end - known, greedy=greedy)
+        request = Request(name, ticket.prompt + played.tokens, end - known, self._sample_seed, greedy=greedy)
         versions: list[int] = []
         last = None
         async for delta in self._engine.generate(request):

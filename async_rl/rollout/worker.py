@@ -16,6 +16,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Literal
 
 import msgspec
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from async_rl import model, process
@@ -29,6 +30,7 @@ from async_rl.rewards.shaping import shaped
 from async_rl.rollout.engines import make
 from async_rl.rollout.engines.protocol import Engine
 from async_rl.rollout.episode import Episode, Played, Talk
+from async_rl.rollout.seeds import mix
 from async_rl.rollout.streamer import Streamer
 from async_rl.tokenizer import tokenizer_of
 from async_rl.tracking.timeline import BusyMeter, Timeline
@@ -192,7 +194,8 @@ class Worker:
         environment = None
         if self.environments is not None:
             environment = self.environments(json.loads(ticket.row), **self.config.environment.params)
-        return Episode(ticket, self.engine, self.talk, environment)
+        seed = mix(self.config.seed, *ticket.key, ticket.member) if self.config.deterministic else None
+        return Episode(ticket, self.engine, self.talk, environment, seed)
 
     async def _played(self, ticket: m.Ticket) -> Played:
         """The response, the tokens of an earlier attempt first; every token is on its way when this returns."""
@@ -268,6 +271,8 @@ class Worker:
 
 
 async def serve(run: process.Run) -> None:
+    if run.config.deterministic:
+        torch.set_num_threads(1)  # sums do not depend on how many cores there are
     prompts = Prompts.read(run.folder / "prompts.npz")
     longest = max(tokens.size for tokens in prompts.tokens)
     cores = sorted(os.sched_getaffinity(0)) if run.config.launch.pin_cores else []

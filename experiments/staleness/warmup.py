@@ -101,7 +101,7 @@ def teach(folder: Path) -> Path:
         optimizer.zero_grad()
         if step % EVERY == 0:
             known = accuracy(model, 1)
-            print(f"step {step}: loss {float(loss):.3f}, {known:.2f} right, {perf_counter() - begun:.0f} s", flush=True)
+            print(f"step {step}: loss {loss.item():.3f}, {known:.2f} right, {perf_counter() - begun:.0f} s", flush=True)
             if known >= TARGET:
                 model.save_pretrained(folder)
                 tokenizer().save_pretrained(folder)

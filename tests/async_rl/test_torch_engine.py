@@ -22,9 +22,11 @@ from tests import tiny
 PROMPT = [0, 40, 41, 42, 1, 0]
 
 
-def engine_for(model: Path, *, temperature: float = 1.0, slots: int = 4, seed: int = 0, **more: object) -> TorchEngine:
+def engine_for(
+    model: Path, *, temperature: float = 1.0, slots: int = 4, seed: int = 0, deterministic: bool = False, **more: object
+) -> TorchEngine:
     rollout = {"temperature": temperature, "slots": slots, "dtype": "float32"} | more
-    config = parse({"data": {"path": "x"}, "rollout": rollout})
+    config = parse({"data": {"path": "x"}, "rollout": rollout, "deterministic": deterministic})
     return TorchEngine(config, model=str(model), max_model_tokens=128, seed=seed)
 
 
@@ -132,6 +134,22 @@ def test_eight_members_of_a_group_are_not_all_equal_and_a_seed_repeats_itself(ti
     seeded = [Request("s", PROMPT, 12, seed=5)] * 2
     a, b = (run(engine_for(tiny_model, seed=seed), request)[0] for seed, request in enumerate(seeded))
     assert a.tokens == b.tokens
+
+
+def test_a_deterministic_response_is_the_same_alone_in_company_and_continued(tiny_model: Path) -> None:
+    company = [Request(str(i), PROMPT[i:], 20, seed=i) for i in range(4)]
+
+    def together(*requests: Request) -> list[Delta]:
+        return run(engine_for(tiny_model, deterministic=True), *requests)
+
+    whole, *_ = together(*company)
+    (alone,) = together(company[0])
+    assert (alone.tokens, alone.logprobs) == (whole.tokens, whole.logprobs)
+    assert len(whole.tokens) > 4
+    for known in (1, 3):
+        left = Request("rest", PROMPT + whole.tokens[:known], 20 - known, seed=0)
+        rest = together(*company[1:], left)[-1]
+        assert (rest.tokens, rest.logprobs) == (whole.tokens[known:], whole.logprobs[known:])
 
 
 def test_a_request_that_can_never_fit_is_refused_and_the_next_one_runs(tiny_model: Path) -> None:

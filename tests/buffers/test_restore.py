@@ -131,6 +131,25 @@ def test_before_any_checkpoint_everything_is_trained_again() -> None:
     assert run.version == pack(1, 3)
 
 
+def test_where_all_is_generated_again_the_prompts_since_the_checkpoint_come_first() -> None:
+    run = Run(max_staleness=0, regenerate=True)
+    steps = [run.step() for _ in range(5)]
+    run.save(2)
+    run.need(4)
+    run.generate(1)
+    run.restore(3)
+    stats = run.core.stats()
+    assert (stats.trained, stats.cancelled, stats.running, stats.ready, stats.parked) == (12, 12, 0, 0, 0)
+    assert run.of(m.Credit)[-1] == m.Credit(8, 6)
+    assert [len(message.tickets) for message in run.of(m.Cancel)] == [1, 1, 1]
+    run.tickets.clear()
+    run.submitted = 6
+    again = [run.step() for _ in range(3)]
+    assert again[:2] == steps[3:]
+    assert set(again[2]).isdisjoint(key for step in steps for key in step)
+    assert run.core.stats().trained == 24
+
+
 def test_without_retention_nothing_comes_back() -> None:
     run = Run(retain=False)
     for _ in range(3):

@@ -136,15 +136,19 @@ def test_two_learner_ranks_and_two_workers(tiny_model: Path, tmp_path: Path) -> 
 
 
 def test_a_run_resumes_twice_each_time_under_a_new_incarnation(tiny_model: Path, tmp_path: Path) -> None:
-    """Steps, prompts and versions go on where the checkpoint is; no version is used twice."""
-    config = runs.config(tiny_model, tmp_path, steps=3)
+    """Steps, prompts and versions go on where the checkpoint is; no version is used twice.
+
+    Each life has more steps than there are batches in flight, so that some of it is generated in it.
+    """
+    config = runs.config(tiny_model, tmp_path, **{"steps": 3, "learner.keep_best": False})
     assert runs.train(config)[0] == 0
-    for life, (steps, ranks) in enumerate([(5, 2), (6, 1)], 1):
-        code, out, folder = runs.train(config, "--resume", "run", "--steps", str(steps), "--learner-ranks", str(ranks))
+    for life, (steps, ranks) in enumerate([(8, 2), (13, 1)], 1):
+        run = ["run", "auto"][life - 1]
+        code, out, folder = runs.train(config, "--resume", run, "--steps", str(steps), "--learner-ranks", str(ranks))
         assert code == 0, out
-        assert f"going on from {folder}/checkpoints/step-0000000{[3, 5][life - 1]}" in out.replace("\n", "")
+        assert f"going on from {folder}/checkpoints/step-0000000{[3, 8][life - 1]}" in out.replace("\n", "")
         assert [record["step"] for record in metrics.read(folder)] == list(range(1, steps + 1))
-        assert f"version {life}:{[3, 5][life - 1]} applied" in (folder / "logs" / "worker0.log").read_text()
+        assert f"version {life}:{[3, 8][life - 1]} applied" in (folder / "logs" / "worker0.log").read_text()
         result = runs.adds_up(folder)
         assert result.steps == steps
         assert result.tickets.trained == 8 * steps  # the journal counts all lives
@@ -153,7 +157,11 @@ def test_a_run_resumes_twice_each_time_under_a_new_incarnation(tiny_model: Path,
         )
         # Two prompts a step have ended, counted since the run was first started.
         assert (saved["step"], saved["cursor"]) == (steps, 2 * steps)
-    assert json.loads((folder / "lineage.json").read_text()) == [3, 5]
+    assert json.loads((folder / "lineage.json").read_text()) == [3, 8]
+    code, out, _ = runs.train(config, "--resume", "auto", "--steps", "13")
+    assert code == 0
+    assert "it has reached step 13; there is nothing to do" in out
+    assert sorted(path.name for path in (folder / "checkpoints").glob("step-*")) == ["step-00000008", "step-00000013"]
 
 
 def test_a_run_that_is_going_on_cannot_be_resumed(tiny_model: Path, tmp_path: Path) -> None:

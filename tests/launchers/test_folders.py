@@ -18,6 +18,16 @@ def test_a_name_that_exists_gets_a_number(tmp_path: Path) -> None:
     assert [folders.new(config).name for _ in range(3)] == ["a", "a-2", "a-3"]
 
 
+def test_the_runs_of_a_name_in_their_order(tmp_path: Path) -> None:
+    config = parse({"data": {"path": "x"}, "folder": str(tmp_path), "name": "a"})
+    assert folders.of_name(config) == []
+    for name in ("a", "a-2", "a-10", "a-b", "ab", "a-3"):
+        (tmp_path / name).mkdir()
+        if name != "a-3":
+            (tmp_path / name / "config.yaml").write_text("")
+    assert [path.name for path in folders.of_name(config)] == ["a", "a-2", "a-10"]
+
+
 def test_a_run_has_one_supervisor_and_its_memory_goes_with_it(tmp_path: Path) -> None:
     memory = folders.SHM / f"async-rl-{folders.segment(tmp_path)}-0"
     with folders.alone(tmp_path):

@@ -10,16 +10,17 @@ if TYPE_CHECKING:
     from async_rl.rollout.engines.protocol import Engine
 
 
-def choose(name: str) -> str:
-    """`auto` is vLLM where it is installed."""
+def choose(config: Config) -> str:
+    """`auto` is vLLM where it is installed, except in a deterministic run."""
+    name = config.rollout.engine
     if name != "auto":
         return name
-    return "vllm" if importlib.util.find_spec("vllm") else "torch"
+    return "vllm" if importlib.util.find_spec("vllm") and not config.deterministic else "torch"
 
 
 def make(config: Config, *, model: str, max_model_tokens: int, cores: list[int], seed: int) -> Engine:
     """The configured engine for a resolved model path, not started yet."""
-    if choose(config.rollout.engine) == "vllm":
+    if choose(config) == "vllm":
         from async_rl.rollout.engines.vllm_engine import VllmEngine
 
         return VllmEngine(config, model=model, max_model_tokens=max_model_tokens, cores=cores, seed=seed)

@@ -26,6 +26,7 @@ from transformers.cache_utils import Cache
 from async_rl.config import RolloutConfig
 from async_rl.errors import RequestRefused
 from async_rl.rollout.engines.protocol import Delta, Request
+from async_rl.rollout.seeds import generator
 from async_rl.weights.manifest import check_names
 
 
@@ -65,7 +66,6 @@ class Running:
     length: int = 0
     tokens: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    generator: torch.Generator | None = None
     dropped: bool = False
 
 
@@ -77,15 +77,19 @@ class Decoder:
     running = decoder.submit(request)
     while decoder.busy: for running, delta in decoder.step(): ...
     decoder.load(tensors, version)  # between two steps; running requests keep their KV
+
+    `alone`: every forward pass has one token of one sequence. Then a token depends on the weights, its request's seed
+    and what comes before it, to the last bit: not on what else is running, nor on where its request began.
     """
 
-    def __init__(self, path: str, rollout: RolloutConfig, *, length: int, seed: int) -> None:
+    def __init__(self, path: str, rollout: RolloutConfig, *, length: int, seed: int, alone: bool = False) -> None:
         dtype: torch.dtype = getattr(torch, rollout.dtype)
         slots = rollout.slots
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
         config = self._model.config
         self.length = min(length, config.max_position_embeddings)
         self.version = 0
+        self._alone = alone
         self._temperature = rollout.temperature
         self._truncation = truncation(rollout)
         self._names = {name for name, _ in self._model.named_parameters()}
@@ -112,8 +116,6 @@ class Decoder:
 
     def submit(self, request: Request) -> Running:
         running = Running(request)
-        if request.seed is not None:
-            running.generator = torch.Generator().manual_seed(request.seed)
         self._waiting.append(running)
         return running
 
@@ -141,6 +143,11 @@ class Decoder:
             for running in [running for running in self._running.values() if running.dropped]:
                 self._leave(running)
             out: Stepped = []
+            if self._alone:
+                self._admit()
+                for running in list(self._running.values()):
+                    out += self._advance_alone(running)
+                return out
             admitted = sorted(self._admit(), key=lambda running: len(running.request.prompt))
             for _, together in groupby(admitted, key=lambda running: len(running.request.prompt)):
                 batch = list(together)
@@ -160,19 +167,32 @@ class Decoder:
                 admitted.append(running)
         return admitted
 
+    def _advance_alone(self, running: Running) -> Stepped:
+        """The tokens of one sequence that have no KV yet, one by one, then one sampled token."""
+        *earlier, last = (running.request.prompt + running.tokens)[running.length :]
+        for token in earlier:
+            self._logits([running], torch.tensor([[token]]))
+        return self._advance([running], torch.tensor([[last]]))
+
     def _advance(self, batch: list[Running], tokens: Tensor) -> Stepped:
         """One forward pass over `tokens` (batch, new), then one sampled token for each."""
+        logits = self._logits(batch, tokens)
+        logprobs = self._truncation(tokens, logits.float() / self._temperature).log_softmax(-1)
+        chosen = self._sample(batch, logprobs)
+        taken = zip(batch, chosen.tolist(), logprobs.gather(-1, chosen[:, None])[:, 0].tolist(), strict=True)
+        return [(running, self._take(running, token, logprob)) for running, token, logprob in taken]
+
+    def _logits(self, batch: list[Running], tokens: Tensor) -> Tensor:
+        """Of the tokens after `tokens` (batch, new), whose KV is kept."""
         new = tokens.shape[1]
         at = torch.tensor([running.length for running in batch])[:, None] + torch.arange(new)
         self._cache.aim(torch.tensor([running.slot for running in batch]), at)
         mask = (torch.arange(int(at.max()) + 1) <= at[..., None])[:, None]
-        logits = self._model(
+        for running in batch:
+            running.length += new
+        return self._model(
             tokens, position_ids=at, attention_mask=mask, past_key_values=self._cache, use_cache=True, logits_to_keep=1
         ).logits[:, -1]
-        logprobs = self._truncation(tokens, logits.float() / self._temperature).log_softmax(-1)
-        chosen = self._sample(batch, logprobs)
-        taken = zip(batch, chosen.tolist(), logprobs.gather(-1, chosen[:, None])[:, 0].tolist(), strict=True)
-        return [(running, self._take(running, token, logprob, new)) for running, token, logprob in taken]
 
     def _sample(self, batch: list[Running], logprobs: Tensor) -> Tensor:
         probabilities = logprobs.exp()
@@ -180,12 +200,12 @@ class Decoder:
         for row, running in enumerate(batch):
             if running.request.greedy:
                 chosen[row] = logprobs[row].argmax()
-            elif running.generator is not None:
-                chosen[row] = torch.multinomial(probabilities[row], 1, generator=running.generator)[0]
+            elif running.request.seed is not None:
+                drawn = generator(running.request.seed, running.length)
+                chosen[row] = torch.multinomial(probabilities[row], 1, generator=drawn)[0]
         return chosen
 
-    def _take(self, running: Running, token: int, logprob: float, new: int) -> Delta:
-        running.length += new
+    def _take(self, running: Running, token: int, logprob: float) -> Delta:
         running.tokens.append(token)
         running.versions.append(self.version)
         reason = None

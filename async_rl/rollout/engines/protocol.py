@@ -11,7 +11,8 @@ from async_rl.weights.manifest import Manifest
 
 @dataclass(frozen=True)
 class Request:
-    """One trajectory to sample. `seed` None leaves randomness to the engine."""
+    """One trajectory to sample. `seed` None leaves randomness to the engine; the torch engine draws the token at a
+    place of a sequence from the seed and that place."""
 
     id: str
     prompt: list[int]

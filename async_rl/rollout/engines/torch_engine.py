@@ -39,7 +39,8 @@ class TorchEngine:
         self._loop_task = asyncio.create_task(self._run())
 
     def _load(self) -> Decoder:
-        return Decoder(self._path, self._config.rollout, length=self._length, seed=self._seed)
+        config = self._config
+        return Decoder(self._path, config.rollout, length=self._length, seed=self._seed, alone=config.deterministic)
 
     async def _in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args, **kwargs))
