@@ -203,6 +203,18 @@ def _reward(path: str, function: str, config: Config) -> None:
         )  # fmt: skip
 
 
+def _parallel(config: Config) -> None:
+    ranks, parallel = config.learner.ranks, config.learner.parallel
+    least = parallel.replicas * parallel.sequence * parallel.tensor
+    if ranks % least:
+        raise ConfigError(
+            "learner.ranks", ranks,
+            f"not a multiple of learner.parallel's replicas x sequence x tensor = {parallel.replicas} x "
+            f"{parallel.sequence} x {parallel.tensor}",
+            f"Use {-(-ranks // least) * least}",
+        )  # fmt: skip
+
+
 def _deterministic(config: Config) -> None:
     if not config.deterministic:
         return
@@ -233,7 +245,8 @@ def _run(config: Config) -> None:
 
 
 CHECKS: list[Callable[[Config], None]] = [
-    _batch, _groups, _segments, _addresses, _learning, _sampling, _data, _environment, _rewards, _deterministic, _run,
+    _batch, _groups, _segments, _addresses, _learning, _sampling, _data, _environment, _rewards, _parallel,
+    _deterministic, _run,
 ]  # fmt: skip
 
 

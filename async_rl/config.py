@@ -117,11 +117,23 @@ class RolloutConfig(Struct, frozen=True, forbid_unknown_fields=True):
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
+class ParallelConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """What the learner's ranks share beside the batch: `ranks` is a multiple of the product of these."""
+
+    replicas: PositiveInt = 1
+    """Copies of the model (HSDP); each is sharded over ranks / replicas / tensor."""
+    sequence: PositiveInt = 1
+    """Ranks that share each sequence, by all-to-all over attention heads. For long sequences."""
+    tensor: PositiveInt = 1
+    """Ranks that share each matrix, by the model's tensor-parallel plan."""
+
+
 class LearnerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Training."""
 
     ranks: PositiveInt = 1
-    """FSDP2 ranks."""
+    """Ranks, on a device each; FSDP2 shards parameters, gradients and moments over them."""
+    parallel: ParallelConfig = ParallelConfig()
     learning_rate: PositiveFloat = 1e-6
     """AdamW learning rate after warm-up."""
     warmup_steps: Annotated[int, Meta(ge=0)] = 0

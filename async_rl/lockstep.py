@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from async_rl.buffer_process import settings
 from async_rl.config import Config
@@ -80,10 +79,8 @@ class Lockstep:
         self.control = Control(config.staleness.max_staleness)
         self.core = Core(msgspec.structs.replace(settings(config), retain=False))
         self.tokenizer = tokenizer_of(path)
-        device = torch.device("cpu")
-        self.models = build(config, path, init_device_mesh("cpu", (1,)), device)
-        models = self.models
-        self.stepper = Stepper(models.policy, models.optimizer, config, models.reference, models.critic)
+        self.models = build(config, path, torch.device("cpu"))
+        self.stepper = Stepper(self.models, config)
         self._path = path
         self.decoder = self._decoder(problems, config.rollout.slots, config.seed)
         self.streamer = Streamer(chunk_tokens=config.rollout.chunk_tokens, flush_s=float("inf"))

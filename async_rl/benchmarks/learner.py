@@ -17,7 +17,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event, Thread
 from time import perf_counter
@@ -30,7 +30,6 @@ import torch
 from msgspec import Struct
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 from async_rl import model
@@ -245,10 +244,10 @@ def measure(shape: Shape, path: str, repeat: int) -> Result:
     ours: list[float] = []
     theirs: list[float] = []
     with one_rank():
-        models = build(config, path, init_device_mesh("cpu", (1,)), torch.device("cpu"))
+        models = build(config, path, torch.device("cpu"))
         plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
         keeper = _Keeper(models.policy.model.named_parameters())
-        stepper = Stepper(models.policy, keeper, config)
+        stepper = Stepper(replace(models, optimizer=keeper), config)
         mine = samples(shape, config, plain.config.vocab_size)
         cpu, begun = psutil.cpu_times(), perf_counter()
         own = psutil.Process().cpu_times()

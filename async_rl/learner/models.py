@@ -7,19 +7,28 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from async_rl.config import Config, LearnerConfig
+from async_rl.learner import mesh as meshes
 from async_rl.learner.checkpoint import Part
 from async_rl.learner.logprobs import ENTROPY_EVERY
-from async_rl.learner.policy import Policy, load, load_value_model, shard, tied_names, value_head
-from async_rl.learner.step import Critic
+from async_rl.learner.mesh import Mesh
+from async_rl.learner.policy import Policy, ValueModel, load, load_value_model, shard, tied_names, value_head
+
+
+@dataclass(frozen=True)
+class Critic:
+    """A value model with weights of its own, and its optimizer."""
+
+    model: ValueModel
+    optimizer: torch.optim.Optimizer
 
 
 @dataclass(frozen=True)
 class Models:
     """All sharded over the same ranks. `reference` is frozen; `tied` are the policy's tied tensors (`tied_names`)."""
 
+    mesh: Mesh
     policy: Policy
     optimizer: torch.optim.Optimizer
     reference: Policy | None
@@ -32,8 +41,9 @@ class Models:
         return {"policy": Part(self.policy, self.optimizer), **critic}
 
 
-def build(config: Config, path: str, mesh: DeviceMesh, device: torch.device) -> Models:
-    """Every model begins as the one of the resolved `path`."""
+def build(config: Config, path: str, device: torch.device) -> Models:
+    """Every model begins as the one of the resolved `path`. Collective."""
+    mesh = meshes.make(device.type, config.learner.parallel)
     algorithm, temperature = config.algorithm, config.rollout.temperature
     dtype: torch.dtype = getattr(torch, config.learner.dtype)
     policy = load(path, temperature, device, entropy_every=1 if algorithm.entropy else ENTROPY_EVERY)
@@ -50,7 +60,7 @@ def build(config: Config, path: str, mesh: DeviceMesh, device: torch.device) -> 
         shard(value, mesh, dtype)
         critic = Critic(value, adamw(value.parameters(), config.learner, algorithm.value.learning_rate))
     optimizer = adamw(policy.parameters(), config.learner, config.learner.learning_rate)
-    return Models(policy, optimizer, reference, critic, tied)
+    return Models(mesh, policy, optimizer, reference, critic, tied)
 
 
 def adamw(parameters: Iterable[nn.Parameter], learner: LearnerConfig, rate: float) -> torch.optim.AdamW:

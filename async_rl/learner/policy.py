@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
+from async_rl.learner import sequence
 from async_rl.learner.logprobs import ENTROPY_EVERY, token_logprobs
+from async_rl.learner.mesh import Mesh, Part
 from async_rl.learner.packing import Packed
+from async_rl.learner.tensor import parallelize
 
 
 class Scores(NamedTuple):
@@ -30,36 +34,62 @@ class Scores(NamedTuple):
 class Policy(nn.Module):
     """A causal language model whose head is applied to the answer tokens only.
 
-    `value_head`, if there is one, maps the same hidden states to values.
+    `value_head`, if there is one, maps the same hidden states to values. `part` and `summed` are what `shard` has made
+    of the model: this rank's part of each row, and the modules whose gradients are summed (`tensor.add_up`).
     """
 
     def __init__(self, model: PreTrainedModel, temperature: float, *, entropy_every: int = ENTROPY_EVERY) -> None:
         super().__init__()
         self.model = model
         self.value_head: nn.Linear | None = None
+        self.part: Part | None = None
+        self.summed: list[nn.Module] = []
         self.temperature = temperature
         self.entropy_every = entropy_every
 
     def forward(self, packed: Packed) -> Scores:
-        hidden = states(self.model.base_model, packed)
+        hidden, targets, whole = states(self.model.base_model, packed, self.part)
         head = self.model.get_output_embeddings().weight
-        targets = torch.from_numpy(packed.targets).to(hidden.device)
-        scores = token_logprobs(hidden, head, targets, self.temperature, entropy_every=self.entropy_every)
-        values = None if self.value_head is None else self.value_head(hidden).float().sum(-1)
-        return Scores(*scores, values)
+        logprobs, entropy = token_logprobs(hidden, head, targets, self.temperature, entropy_every=self.entropy_every)
+        values = None if self.value_head is None else whole(self.value_head(hidden).float().sum(-1))
+        return Scores(whole(logprobs), whole(entropy), values)
 
 
-def states(trunk: nn.Module, packed: Packed) -> Float[Tensor, "sampled width"]:
-    """The hidden states in which the tokens of a micro-batch were sampled."""
+class States(NamedTuple):
+    """The hidden states in which the sampled tokens of a micro-batch were sampled, and those tokens.
+
+    Where ranks share a sequence these are a rank's own; `whole` makes of a column of them that of all.
+    """
+
+    hidden: Float[Tensor, "sampled width"]
+    targets: Int[Tensor, " sampled"]
+    whole: Callable[[Tensor], Tensor]
+
+
+def states(trunk: nn.Module, packed: Packed, part: Part | None) -> States:
+    """Of a trunk's forward pass; `part` is this rank's of every row, None for all of it."""
     device = next(trunk.parameters()).device
-    tokens, positions, predict = (
-        torch.from_numpy(array).to(device) for array in (packed.tokens, packed.positions, packed.predict)
+    shared: dict[str, Part] = {}
+    if part is None:
+        mine = packed
+        whole: Callable[[Tensor], Tensor] = _itself
+    else:
+        packed = sequence.padded(packed, part.size)
+        mine = sequence.cut(packed, part.rank, part.size)
+        whole = partial(sequence.gathered, of=mine, part=part)
+        shared = {"sequence": part}
+    tokens, positions, predict, targets = (
+        torch.from_numpy(array).to(device) for array in (mine.tokens, mine.positions, mine.predict, mine.targets)
     )
     attention = None if packed.causal else torch.from_numpy(packed.attention()).to(device)[:, None]
     hidden = trunk(
-        input_ids=tokens, position_ids=positions, attention_mask=attention, use_cache=False
+        input_ids=tokens, position_ids=positions, attention_mask=attention, use_cache=False, **shared
     ).last_hidden_state
-    return hidden.reshape(-1, hidden.shape[-1])[predict]
+    return States(hidden.reshape(-1, hidden.shape[-1])[predict], targets, whole)
+
+
+def _itself(column: Tensor) -> Tensor:
+    return column
 
 
 def load(path: str, temperature: float, device: torch.device, *, entropy_every: int = ENTROPY_EVERY) -> Policy:
@@ -69,13 +99,20 @@ def load(path: str, temperature: float, device: torch.device, *, entropy_every: 
     return Policy(model.to(device), temperature, entropy_every=entropy_every)
 
 
-def shard(module: Policy | ValueModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """FSDP2 over the mesh: each layer its own unit, compute in `dtype`, gradients reduced in float32."""
+def shard(module: Policy | ValueModel, mesh: Mesh, dtype: torch.dtype) -> None:
+    """FSDP2 over the mesh: each layer its own unit, compute in `dtype`, gradients reduced in float32. Before that the
+    matrices are split and the rows shared, if ranks do so."""
+    if mesh.tensor is not None:
+        module.summed = parallelize(module.model, mesh.tensor)
+    if mesh.sequence is not None:
+        sequence.check(module.model, mesh.sequence.size, 1 if mesh.tensor is None else mesh.tensor.size())
+        module.model.set_attn_implementation(sequence.ATTENTION)
+        module.part = mesh.sequence
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    alone = mesh.size() == 1
+    alone = mesh.shards.size() == 1
     for layer in layers(module.model):
-        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=not alone)
-    fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=not alone)
+        fully_shard(layer, mesh=mesh.shards, mp_policy=precision, reshard_after_forward=not alone)
+    fully_shard(module, mesh=mesh.shards, mp_policy=precision, reshard_after_forward=not alone)
 
 
 def pairs_per_token(width: int) -> int:
@@ -92,10 +129,13 @@ class ValueModel(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        self.part: Part | None = None
+        self.summed: list[nn.Module] = []
         self.head = value_head(model)
 
     def forward(self, packed: Packed) -> Float[Tensor, " sampled"]:
-        return self.head(states(self.model, packed)).float().sum(-1)  # not a view, which FSDP could not hook
+        hidden, _, whole = states(self.model, packed, self.part)
+        return whole(self.head(hidden).float().sum(-1))  # not a view, which FSDP could not hook
 
 
 def value_head(model: PreTrainedModel) -> nn.Linear:

@@ -14,7 +14,6 @@ from urllib.parse import quote
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from async_rl import model, process
 from async_rl.data.prompts import Prompts
@@ -47,8 +46,8 @@ class Learner:
         self.publications = 0
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         device = _device(self.rank, self.config.launch.device)
-        mesh = init_device_mesh(device.type, (self.world,))
-        self.models = build(self.config, model.resolve(self.config.model.path), mesh, device)
+        self.models = build(self.config, model.resolve(self.config.model.path), device)
+        self.mesh = self.models.mesh
         self.policy = self.models.policy
         self.timeline = Timeline(run.folder, run.name)
         self.prompts = Prompts.read(run.folder / "prompts.npz")
@@ -56,7 +55,7 @@ class Learner:
         self.step, self.cursor = self._restore()
         self.control = Control(self.config.staleness.max_staleness)
         models = self.models
-        self.stepper = Stepper(models.policy, models.optimizer, self.config, models.reference, models.critic)
+        self.stepper = Stepper(models, self.config)
         self.checkpoints = checkpoint.Checkpoints(
             run.folder / "checkpoints",
             models.parts(),
@@ -108,19 +107,19 @@ class Learner:
         """The plan of the next batch on every rank, None if the run was asked to stop; on rank 0 the batch as well."""
         with self.timeline.span("wait for a batch"):
             batch = self.client.ask(m.Take(self.version), m.Batch, until=self._stopping) if self.rank == 0 else None
-            box = [plan(batch, ranks=self.world, algorithm=self.config.algorithm) if batch else None]
+            box = [plan(batch, ranks=self.mesh.data_ranks, algorithm=self.config.algorithm) if batch else None]
             dist.broadcast_object_list(box, src=0)
         return box[0], batch
 
     def _fetch(self, planned: Plan) -> Share:
-        rows = planned.rows[self.rank]
+        rows = planned.rows[self.mesh.data_rank]
         request = m.Fetch(planned.lease, [row.ticket for row in rows])
         arrays = self.client.fetch(request)
         ages = ages_of(arrays, self.version, self.lineage)
         trained = ages[arrays.mask.astype(bool)]
         if trained.size and trained.max() > self.config.staleness.max_staleness:
             raise AssertionError(f"a token of age {trained.max()} passed the bound of the buffer")
-        return share(planned, self.rank, arrays, ages, self.config)
+        return share(planned, self.mesh.data_rank, arrays, ages, self.config)
 
     def _train(self, planned: Plan, mine: Share) -> StepResult:
         learner = self.config.learner
@@ -222,7 +221,7 @@ class Learner:
         published: float,
     ) -> None:
         shares = [None] * self.world
-        dist.all_gather_object(shares, StepReport.of(mine, result))
+        dist.all_gather_object(shares, StepReport.of(mine, result) if self.mesh.leads else None)
         parts = [part for part in shares if part]
         self.control = controlled(self.control, parts, self.config.staleness)
         if batch is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -19,8 +20,11 @@ from async_rl.algorithms.credit import Episode, credit, last_of
 from async_rl.algorithms.objective import LossInput, LossMetrics, log_rho, loss
 from async_rl.config import Config
 from async_rl.learner.batch import Share
+from async_rl.learner.mesh import clip
+from async_rl.learner.models import Critic, Models
 from async_rl.learner.packing import Member, Packed, Segment, pack
 from async_rl.learner.policy import Policy, Scores, ValueModel, accumulate, pairs_per_token, reshard
+from async_rl.learner.tensor import add_up
 from staleness.corrections import Sequences, Tokens, m2_keep
 from staleness.proximal import loglinear
 
@@ -75,40 +79,21 @@ class Chosen(NamedTuple):
     flat: NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Critic:
-    """A value model with weights of its own, and its optimizer."""
-
-    model: ValueModel
-    optimizer: torch.optim.Optimizer
-
-
 def learning_rate(base: float, warmup_steps: int, step: int) -> float:
     """Linear from base / (warmup + 1) to `base` over the warm-up, then constant."""
     return base * min(1.0, (step + 1) / (warmup_steps + 1))
 
 
 class Stepper:
-    """Trains a sharded policy, and its value model if it has one; every rank calls `step` with its share of the batch.
+    """Trains a policy, and its value model if it has one; every rank calls `step` with its share of the batch."""
 
-    `reference` is a sharded policy that is never trained.
-    """
-
-    def __init__(
-        self,
-        policy: Policy,
-        optimizer: torch.optim.Optimizer,
-        config: Config,
-        reference: Policy | None = None,
-        critic: Critic | None = None,
-    ) -> None:
-        self._policy, self._optimizer = policy, optimizer
-        self._reference, self._critic = reference, critic
-        self._config = config
+    def __init__(self, models: Models, config: Config) -> None:
+        self._policy, self._optimizer = models.policy, models.optimizer
+        self._reference, self._critic = models.reference, models.critic
+        self._config, self._mesh = config, models.mesh
         self._algorithm, self._correction = config.algorithm, config.staleness.correction
-        self._world = dist.get_world_size()
-        self._device = next(policy.parameters()).device
-        self._pairs = pairs_per_token(policy.model.config.hidden_size)
+        self._device = next(models.policy.parameters()).device
+        self._pairs = pairs_per_token(models.policy.model.config.hidden_size)
 
     def step(self, share: Share, *, rate: float) -> StepResult:
         """`rate`: learning rate of the policy in this step."""
@@ -176,10 +161,10 @@ class Stepper:
         current, behaviour = known.logprobs[self._tensor(at)], self._tensor(share.logprobs[at])
         proximal = self._anchor(share, at, current, behaviour, known)
         seen = log_rho(current, proximal, behaviour, form(self._algorithm, self._correction))
-        everyone: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * self._world
-        dist.all_gather_object(everyone, seen.cpu().numpy())
+        everyone: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * self._mesh.data_ranks
+        dist.all_gather_object(everyone, seen.cpu().numpy(), group=self._mesh.data)
         keep = m2_keep(np.concatenate(everyone), self._correction.tau)
-        first = sum(part.size for part in everyone[: dist.get_rank()])
+        first = sum(part.size for part in everyone[: self._mesh.data_rank])
         out = np.ones(share.tokens.size, np.bool_)
         out[at] = keep[first : first + at.size]
         return self._tensor(out)
@@ -221,7 +206,7 @@ class Stepper:
 
     def _sum_over_ranks(self, *numbers: float) -> list[float]:
         sums = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        dist.all_reduce(sums)
+        dist.all_reduce(sums, group=self._mesh.data)
         return sums.tolist()
 
     # --- the step ----------------------------------------------------------------------------------------------
@@ -247,7 +232,7 @@ class Stepper:
                 value_total += float(error.detach())
                 value = value + self._algorithm.value.coefficient * error
             # FSDP averages gradients over the ranks; the loss is a sum over them. An empty mask still takes part.
-            (value * self._world + 0.0 * scores.logprobs.sum()).backward()
+            (value * self._mesh.averaged + 0.0 * scores.logprobs.sum()).backward()
             ratios.append((batch.current - batch.behaviour).detach())
             anchored.append((batch.current - batch.proximal).detach())
             entropies.append(entropy.detach())
@@ -275,7 +260,7 @@ class Stepper:
             accumulate(critic.model, last=i == len(micro) - 1)
             values: Tensor = critic.model(packed)
             error = self._value_loss(share, self._chosen(share, packed), values, known, targets)
-            (error * self._world + 0.0 * values.sum()).backward()
+            (error * self._mesh.averaged + 0.0 * values.sum()).backward()
             total += float(error.detach())
         self._update(critic.model, critic.optimizer)
         return total
@@ -289,15 +274,16 @@ class Stepper:
         each = losses.value_loss(values[chosen.keep], known.values[at], targets[at], clip)
         return (self._scale(share, chosen) * each).sum()
 
-    def _update(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    def _update(self, module: Policy | ValueModel, optimizer: torch.optim.Optimizer) -> float:
         """Clips the gradient and steps; returns its norm."""
-        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), self._config.learner.clip_norm)
-        full = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        if not torch.isfinite(full):
-            raise FloatingPointError(f"the gradient norm is {float(full)}; the weights are unchanged")
+        if self._mesh.tensor is not None:
+            add_up(module.summed, self._mesh.tensor)
+        norm = clip(module.parameters(), self._config.learner.clip_norm)
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"the gradient norm is {norm}; the weights are unchanged")
         optimizer.step()
         optimizer.zero_grad()
-        return float(full)
+        return norm
 
     # --- columns -----------------------------------------------------------------------------------------------
 

@@ -17,7 +17,6 @@ import torch.multiprocessing as mp
 import yaml
 from msgspec import to_builtins
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from async_rl.config import Config, parse
@@ -43,8 +42,7 @@ def settings(model: Path) -> Config:
 
 
 def models(model: Path) -> Models:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return build(settings(model), str(model), mesh, torch.device("cpu"))
+    return build(settings(model), str(model), torch.device("cpu"))
 
 
 def step(built: Models, amount: float) -> None:

@@ -5,6 +5,7 @@ Plain SGD with learning rate 1 turns the gradient into a difference of weights.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -13,16 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.device_mesh import init_device_mesh
 
 from async_rl.algorithms.config import AlgorithmConfig
 from async_rl.algorithms.presets import PRESETS
 from async_rl.config import parse
 from async_rl.learner import checkpoint
 from async_rl.learner.batch import Plan, plan, share
-from async_rl.learner.models import build
+from async_rl.learner.models import Critic, Models, build
 from async_rl.learner.policy import load
-from async_rl.learner.step import Critic, Stepper, learning_rate
+from async_rl.learner.step import Stepper, learning_rate
 from buffers import messages as m
 
 LENGTHS = [3, 7, 1, 5, 9, 2, 4, 6]
@@ -68,6 +68,14 @@ def fetched(rows: list[m.BatchRow]) -> m.SampleArrays:
     )
 
 
+def plain(models: Models) -> Models:
+    """With optimizers whose step is the gradient."""
+    critic = models.critic
+    if critic is not None:
+        critic = Critic(critic.model, torch.optim.SGD(critic.model.parameters(), lr=1.0))
+    return replace(models, optimizer=torch.optim.SGD(models.policy.parameters(), lr=1.0), critic=critic)
+
+
 def steps(rank: int, world: int, model: Path, folder: Path) -> None:
     """One step for each preset and micro-batch size, each from the model as it is on disk."""
     torch.set_num_threads(1)
@@ -75,11 +83,9 @@ def steps(rank: int, world: int, model: Path, folder: Path) -> None:
     for preset, tokens in product(PRESETS, (4096, 1)):
         learner = {"micro_batch_tokens": tokens, "clip_norm": 1e9, "dtype": "float32"}
         config = parse({"data": {"path": "x"}, "learner": learner, "algorithm": {"preset": preset}})
-        models = build(config, str(model), init_device_mesh("cpu", (world,)), torch.device("cpu"))
+        models = plain(build(config, str(model), torch.device("cpu")))
         policy, critic = models.policy, models.critic
-        if critic is not None:
-            critic = Critic(critic.model, torch.optim.SGD(critic.model.parameters(), lr=1.0))
-        stepper = Stepper(policy, torch.optim.SGD(policy.parameters(), lr=1.0), config, models.reference, critic)
+        stepper = Stepper(models, config)
         planned: Plan = plan(a_batch(), ranks=world, algorithm=config.algorithm)
         rows = planned.rows[rank]
         ages = np.zeros(sum(row.length for row in rows), np.int64)
