@@ -41,7 +41,7 @@ test-gpu: setup
 
 # The figures that the README and the issues claim, one target each; two hours in all.
 proof: proof-quickstart proof-inflight proof-synchronous proof-asynchronous proof-refusals proof-trl \
-	proof-dapo proof-cispo proof-ppo \
+	proof-dapo proof-cispo proof-ppo proof-lora proof-learner \
 	proof-ingest proof-simulate proof-bounded proof-faults proof-journal
 
 proof-trl: setup
@@ -58,6 +58,10 @@ proof-journal: setup
 
 proof-simulate proof-bounded proof-faults: setup
 	$(BIN)/python -m experiments.proof.buffer $(@:proof-%=%)
+
+proof-learner: setup
+	$(BIN)/async-rl model fetch smollm2-135m
+	$(BIN)/python -m experiments.proof.learner
 
 proof-%: setup
 	$(BIN)/async-rl model fetch smollm2-135m

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from async_rl.config import Config
 
 
+WIDEST_ADAPTER = 512
+
+
 def check(config: Config) -> None:
     """Raises the first `ConfigError` of a combination that cannot run."""
     for part in CHECKS:
@@ -215,6 +218,19 @@ def _parallel(config: Config) -> None:
         )  # fmt: skip
 
 
+def _lora(config: Config) -> None:
+    lora = config.learner.lora
+    if lora.rank > WIDEST_ADAPTER:
+        raise ConfigError(
+            "learner.lora.rank", lora.rank, f"engines take adapters up to {WIDEST_ADAPTER} wide", "Lower it"
+        )
+    if lora.rank and config.learner.parallel.tensor > 1:
+        raise ConfigError(
+            "learner.lora.rank", lora.rank, "the layers of an adapter are in no tensor-parallel plan",
+            "Set learner.parallel.tensor=1",
+        )  # fmt: skip
+
+
 def _deterministic(config: Config) -> None:
     if not config.deterministic:
         return
@@ -232,6 +248,20 @@ def _deterministic(config: Config) -> None:
                 f"Set {path}={wanted[0]}, or leave deterministic out",
             )  # fmt: skip
 
+    if config.learner.micro_batch_tokens == "auto":
+        raise ConfigError(
+            "learner.micro_batch_tokens", "auto", "free memory would decide in what order gradients are added up",
+            "Set a number, or leave deterministic out",
+        )  # fmt: skip
+
+
+def _memory(config: Config) -> None:
+    if config.learner.offload and config.launch.device == "cpu":
+        raise ConfigError(
+            "learner.offload", True, "launch.device: cpu keeps everything in the host's memory as it is",
+            "Leave it out",
+        )  # fmt: skip
+
 
 def _run(config: Config) -> None:
     if config.launch.placement == "colocated":
@@ -245,7 +275,8 @@ def _run(config: Config) -> None:
 
 
 CHECKS: list[Callable[[Config], None]] = [
-    _batch, _groups, _segments, _addresses, _learning, _sampling, _data, _environment, _rewards, _parallel,
+    _batch, _groups, _segments, _addresses, _learning, _sampling, _data, _environment, _rewards, _parallel, _lora,
+    _memory,
     _deterministic, _run,
 ]  # fmt: skip
 

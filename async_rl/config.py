@@ -128,12 +128,24 @@ class ParallelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Ranks that share each matrix, by the model's tensor-parallel plan."""
 
 
+class LoraConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Low-rank adapters in place of all weights; only they are trained, published and kept in checkpoints."""
+
+    rank: Annotated[int, Meta(ge=0)] = 0
+    """Width of the adapters; 0 trains all weights."""
+    alpha: PositiveFloat = 16.0
+    """Their output counts alpha / rank."""
+    targets: list[str] = []
+    """Names of the layers that get one, as `q_proj`; all linear layers but the head if empty."""
+
+
 class LearnerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Training."""
 
     ranks: PositiveInt = 1
     """Ranks, on a device each; FSDP2 shards parameters, gradients and moments over them."""
     parallel: ParallelConfig = ParallelConfig()
+    lora: LoraConfig = LoraConfig()
     learning_rate: PositiveFloat = 1e-6
     """AdamW learning rate after warm-up."""
     warmup_steps: Annotated[int, Meta(ge=0)] = 0
@@ -148,8 +160,17 @@ class LearnerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Optimizer steps per batch. More than one needs `staleness.correction.proximal: recompute`."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute type; master weights and gradients are always float32."""
-    micro_batch_tokens: PositiveInt = 4096
-    """Packed tokens per forward pass; a longer group makes a longer pass."""
+    micro_batch_tokens: PositiveInt | Literal["auto"] = 4096
+    """Packed tokens per forward pass; a longer response makes a longer pass. `auto`: as many as memory takes."""
+    fused_kernels: bool = True
+    """Liger's kernels in the learner's model, on GPUs."""
+    recompute: bool = False
+    """Compute activations again in the backward pass in place of keeping them: a third more time, a fraction of the
+    memory."""
+    reshard: bool = False
+    """Shard weights and gradients again after every micro-batch, not once a step: less memory, more communication."""
+    offload: bool = False
+    """Keep weights, gradients and moments in the host's memory while they are not needed, on GPUs."""
     checkpoint_every: PositiveInt = 20
     """Steps between checkpoints; there is always one at the end."""
     keep_last: PositiveInt = 2

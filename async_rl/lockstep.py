@@ -108,7 +108,7 @@ class Lockstep:
     def sample(self, problems: Sequence[Problem], *, greedy: bool = False, seed: int = 0) -> list[str]:
         """Responses by the weights of now, apart from what is being generated."""
         decoder = self._decoder(problems, len(problems), seed)
-        decoder.load(checkpoint.full_tensors(self.models.policy), 0)
+        decoder.load(checkpoint.full_tensors(self.models.policy, trained=True), 0)
         budget = self.config.rollout.max_tokens
         asked = [
             decoder.submit(Request(str(i), problem.tokens, budget, greedy=greedy)) for i, problem in enumerate(problems)
@@ -120,7 +120,7 @@ class Lockstep:
     def _decoder(self, problems: Sequence[Problem], slots: int, seed: int) -> Decoder:
         rollout = msgspec.structs.replace(self.config.rollout, slots=slots)
         longest = max(len(problem.tokens) for problem in problems) + rollout.max_tokens
-        return Decoder(self._path, rollout, length=longest, seed=seed)
+        return Decoder(self._path, rollout, length=longest, seed=seed, lora=self.config.learner.lora)
 
     # --- the core's peers --------------------------------------------------------------------------------------
 
@@ -213,7 +213,7 @@ class Lockstep:
         self._batch = None
         version = pack_version(0, self.step)
         if result is not None:
-            self.decoder.load(checkpoint.full_tensors(self.models.policy), version)
+            self.decoder.load(checkpoint.full_tensors(self.models.policy, trained=True), version)
         self.decoder.version = version
         parts = [StepReport.of(mine, result)]
         self.control = controlled(self.control, parts, self.config.staleness)

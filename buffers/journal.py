@@ -18,8 +18,8 @@ from time import sleep
 
 import msgspec
 
+from buffers import disk, segments, snapshot
 from buffers import messages as m
-from buffers import segments, snapshot
 from buffers.core import Core
 from buffers.errors import JournalError
 from buffers.records import Settings
@@ -112,7 +112,7 @@ class Journal:
                 _write(file, part)
             os.fdatasync(file)
             partial.rename(final)
-            _sync_folder(self.folder)
+            disk.sync(self.folder)
         except OSError as error:
             raise JournalError(f"the journal {final} cannot be written: {error}") from error
         if self._file >= 0:
@@ -283,14 +283,6 @@ def _free(path: Path) -> None:
         os.truncate(path, size)
         sleep(FREE_PAUSE_S)
     path.unlink()
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def bound(settings: Settings, *, checkpoint_steps: int, segment_bytes: int, chunk_tokens: int) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from async_rl import config as configuration
-from async_rl import model
+from async_rl import memory, model
 from async_rl.algorithms import presets
 from async_rl.config import Config
 from async_rl.data import sources
@@ -128,8 +128,23 @@ def _run_train(args: argparse.Namespace) -> int:
         print(f"note: {note}", file=sys.stderr)
     if args.dry_run:
         print(configuration.dump(config), end="")
+        print("".join(f"# {line}\n" for line in _memory(config)), end="")
         return 0
     return local.exit_code(local.launch(config, resumed or folders.new(config)).status)
+
+
+def _memory(config: Config) -> list[str]:
+    """What a learner rank will want, as lines; nothing for a model that is not described on this disk."""
+    described = memory.read(model.resolve(config.model.path))
+    if described is None:
+        return []
+    free = devices.memory_each(config)
+    tokens = config.learner.micro_batch_tokens
+    if tokens == "auto":
+        longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+        tokens = 4096 if free is None else memory.micro_batch(described, config, free=free, longest=longest)
+    lines = memory.table(described, config, tokens)
+    return lines if free is None else [*lines, f"free for each rank: {memory.show(free)}"]
 
 
 def _resumed(run: str | None, config: Config) -> Path | None:
@@ -150,6 +165,7 @@ def check(config: Config, resumed: Path | None) -> None:
     """What can be known to be wrong before anything starts: model, devices, data, and whether a resumed run fits."""
     model.resolve(config.model.path)
     devices.check(config, len(devices.gpus_here()))
+    _check_memory(config)
     train, _ = sources.split(sources.rows(config.data), config.data)
     sources.check_size(config, len(train))
     if resumed is None:
@@ -173,6 +189,21 @@ def check(config: Config, resumed: Path | None) -> None:
         raise ConfigError(
             "steps", config.steps, f"the run to resume has reached step {found[1].step}", "Ask for more with --steps"
         )
+
+
+def _check_memory(config: Config) -> None:
+    """Refuses what cannot fit, however small a micro-batch is."""
+    described, free = memory.read(model.resolve(config.model.path)), devices.memory_each(config)
+    if described is None or free is None:
+        return
+    least = memory.learner(described, config).total(1)
+    if least > free:
+        raise ConfigError(
+            "model.path", config.model.path,
+            f"a learner rank wants {memory.show(least)} for weights, gradients and moments, and has "
+            f"{memory.show(free)}",
+            "Use more learner.ranks, learner.reshard or learner.lora.rank, or a smaller model",
+        )  # fmt: skip
 
 
 # --- the other commands ------------------------------------------------------------------------------------------

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError
@@ -25,6 +28,18 @@ def gpus_here() -> list[str]:
         return [name for name in visible.split(",") if name and name != "-1"]
     folder = Path("/proc/driver/nvidia/gpus")
     return [str(i) for i in range(len(list(folder.iterdir())))] if folder.is_dir() else []
+
+
+def memory_each(config: Config) -> int | None:
+    """Bytes for one learner rank: of a GPU, or its part of what is free on this host; None if it cannot be known."""
+    gpus = gpus_here()
+    if config.launch.device == "cpu" or not gpus:
+        return psutil.virtual_memory().available // config.learner.ranks
+    asked = ["nvidia-smi", f"--id={gpus[0]}", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        return int(subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10).stdout) << 20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
 
 
 def check(config: Config, gpus: int) -> None:

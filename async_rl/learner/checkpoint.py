@@ -10,7 +10,6 @@ named by the seed and a place in the order of prompts.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -23,11 +22,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from async_rl.learner import state
 from async_rl.learner.policy import Policy
 from async_rl.learner.state import State
+from buffers import disk
+
+TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
+"""A base model under adapters is not stored: it is that of `model.path`."""
 
 
 class Part(NamedTuple):
@@ -98,17 +101,17 @@ class Checkpoints:
     def _complete(self, reached: State) -> None:
         partial = self._partial(reached)
         final = partial.with_suffix("")
-        _write_synced(partial / state.STATE, msgspec.json.encode(reached))
-        _sync(partial)
+        disk.write(partial / state.STATE, msgspec.json.encode(reached))
+        disk.sync(partial)
         old = final.with_suffix(".old")
         if final.exists():
             final.rename(old)
         partial.rename(final)
         shutil.rmtree(old, ignore_errors=True)
         pointer = self._folder / f"{state.LATEST}.partial"
-        _write_synced(pointer, final.name.encode())
+        disk.write(pointer, final.name.encode())
         pointer.rename(self._folder / state.LATEST)
-        _sync(self._folder)
+        disk.sync(self._folder)
         for step in state.superfluous(state.complete(self._folder), last=self._keep_last, best=self._keep_best):
             shutil.rmtree(self._folder / state.folder_name(step))
 
@@ -117,7 +120,10 @@ def _tree(parts: Mapping[str, Part]) -> dict[str, Any]:
     """What is stored of each part; the dictionaries are those that loading fills."""
     tree: dict[str, Any] = {}
     for name, part in parts.items():
-        weights, moments = get_state_dict(part.module, part.optimizer)
+        weights, moments = get_state_dict(part.module, part.optimizer, options=TRAINED)
+        # A frozen tied tensor is in it under its second name.
+        frozen = {name for name, each in part.module.named_parameters(remove_duplicate=False) if not each.requires_grad}
+        weights = {name: tensor for name, tensor in weights.items() if name not in frozen}
         tree[name] = {"weights": weights, "optimizer": moments}
     return tree
 
@@ -128,27 +134,16 @@ def restore(path: Path, parts: Mapping[str, Part]) -> None:
     dcp.load(tree, checkpoint_id=path)
     for name, part in parts.items():
         weights, moments = tree[name]["weights"], tree[name]["optimizer"]
-        set_state_dict(part.module, part.optimizer, model_state_dict=weights, optim_state_dict=moments)
+        set_state_dict(part.module, part.optimizer, model_state_dict=weights, optim_state_dict=moments, options=TRAINED)
 
 
-def full_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """(name in the checkpoint format, whole tensor), one at a time; a collective, so every rank must exhaust it."""
+def full_tensors(policy: Policy, *, trained: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """(name in the checkpoint format, whole tensor), one at a time; a collective, so every rank must exhaust it.
+
+    `trained`: only of what is trained, adapters where there are some.
+    """
     for name, parameter in policy.model.named_parameters():
+        if trained and not parameter.requires_grad:
+            continue
         tensor = parameter.detach()
         yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """The names in a folder, on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from transformers import PreTrainedModel
 
+from async_rl import adapters, model, process
 from async_rl import config as configuration
-from async_rl import model, process
 from async_rl.config import Config
 from async_rl.errors import ConfigError
 from async_rl.learner import state
-from async_rl.learner.checkpoint import full_tensors
+from async_rl.learner.checkpoint import TRAINED, full_tensors
 from async_rl.learner.policy import Policy, load
 from async_rl.tokenizer import tokenizer_of
 from async_rl.tracking.metrics import Record, read
@@ -37,7 +37,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 def export_live(run: Path, policy: Policy, config: Config, step: int) -> None:
     """The sharded policy in bfloat16 into `run`/model; every rank calls this."""
-    tensors = {name: tensor.to("cpu", torch.bfloat16) for name, tensor in full_tensors(policy)}
+    tensors = _merged({name: tensor.cpu() for name, tensor in full_tensors(policy)}, config, torch.bfloat16)
     if dist.get_rank() == 0:
         write(run / "model", policy.model, tensors, config, card(config, step, read(run)))
     dist.barrier()
@@ -50,14 +50,20 @@ def export(run: Path, step: int | None, output: Path | None, dtype: str, shard: 
     output = output or run / f"model-{found.step}"
     if output.exists() and any(output.iterdir()):
         raise ConfigError("--output", str(output), "it exists and is not empty", "Give another folder or remove it")
-    policy = load(model.resolve(config.model.path), 1.0, torch.device("cpu"))
-    tree = {"policy": {"weights": get_model_state_dict(policy)}}
+    policy = load(model.resolve(config.model.path), 1.0, torch.device("cpu"), lora=config.learner.lora)
+    tree = {"policy": {"weights": get_model_state_dict(policy, options=TRAINED)}}
     dcp.load(tree, checkpoint_id=path, no_dist=True)
-    policy.load_state_dict(tree["policy"]["weights"])
-    tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in full_tensors(policy)}
+    policy.load_state_dict(tree["policy"]["weights"], strict=False)
+    tensors = _merged(dict(full_tensors(policy)), config, getattr(torch, dtype))
     records = [record for record in read(run) if record["step"] <= found.step]  # type: ignore[operator]
     write(output, policy.model, tensors, config, card(config, found.step, records), shard)
     return output
+
+
+def _merged(tensors: dict[str, Tensor], config: Config, dtype: torch.dtype) -> dict[str, Tensor]:
+    lora = config.learner.lora
+    whole = adapters.merged(tensors, lora) if lora.rank else tensors
+    return {name: tensor.to(dtype) for name, tensor in whole.items()}
 
 
 def find(run: Path, step: int | None) -> tuple[Path, state.State]:
@@ -88,7 +94,7 @@ def write(
 
 def card(config: Config, step: int, records: list[Record]) -> str:
     """A model card with what the run was; names, no paths."""
-    base = Path(config.model.path).name
+    base, lora = Path(config.model.path).name, config.learner.lora
     rewards = [record["reward"] for record in records if record.get("reward") is not None]
     ages = [record["age_max"] for record in records if "age_max" in record]
     data = config.data.task.name if config.data.task else Path(str(config.data.path)).name
@@ -104,6 +110,7 @@ def card(config: Config, step: int, records: list[Record]) -> str:
         "Algorithm": f"`{config.algorithm.preset}`, correction `{config.staleness.correction.name}`",
         "Staleness": f"at most {config.staleness.max_staleness} versions" + (f", {max(ages)} seen" if ages else ""),  # type: ignore[type-var]
         "Learning rate": f"{config.learner.learning_rate:g}, weights in float32, compute in {config.learner.dtype}",
+        "Trained": f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, merged" if lora.rank else "all weights",
         "Response": f"at most {config.rollout.max_tokens} tokens at temperature {config.rollout.temperature:g}",
         "Mean reward": f"{mean(rewards[:5])} in the first five steps, {mean(rewards[-5:])} in the last five",
         "Seed": str(config.seed),

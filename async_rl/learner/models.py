@@ -26,7 +26,8 @@ class Critic:
 
 @dataclass(frozen=True)
 class Models:
-    """All sharded over the same ranks. `reference` is frozen; `tied` are the policy's tied tensors (`tied_names`)."""
+    """All sharded over the same ranks. `reference` is frozen, or the policy itself where that is a base model under
+    adapters; `tied` are the policy's tied tensors (`tied_names`)."""
 
     mesh: Mesh
     policy: Policy
@@ -45,23 +46,28 @@ def build(config: Config, path: str, device: torch.device) -> Models:
     """Every model begins as the one of the resolved `path`. Collective."""
     mesh = meshes.make(device.type, config.learner.parallel)
     algorithm, temperature = config.algorithm, config.rollout.temperature
-    dtype: torch.dtype = getattr(torch, config.learner.dtype)
-    policy = load(path, temperature, device, entropy_every=1 if algorithm.entropy else ENTROPY_EVERY)
+    every, lora = 1 if algorithm.entropy else ENTROPY_EVERY, config.learner.lora
+    policy = load(path, temperature, device, entropy_every=every, lora=lora, fused=config.learner.fused_kernels)
     tied = tied_names(policy.model)
     if algorithm.critic and algorithm.value.trunk == "shared":
         policy.value_head = value_head(policy.model)
-    shard(policy, mesh, dtype)
+    shard(policy, mesh, config.learner)
     reference = critic = None
-    if algorithm.kl.coefficient:
-        reference = load(path, temperature, device).requires_grad_(requires_grad=False)
-        shard(reference, mesh, dtype)
+    if algorithm.kl.coefficient and lora.rank:
+        reference = policy
+    elif algorithm.kl.coefficient:
+        reference = load(path, temperature, device, fused=config.learner.fused_kernels).requires_grad_(
+            requires_grad=False
+        )
+        shard(reference, mesh, config.learner)
     if algorithm.critic and algorithm.value.trunk == "own":
         value = load_value_model(path, device)
-        shard(value, mesh, dtype)
+        shard(value, mesh, config.learner)
         critic = Critic(value, adamw(value.parameters(), config.learner, algorithm.value.learning_rate))
     optimizer = adamw(policy.parameters(), config.learner, config.learner.learning_rate)
     return Models(mesh, policy, optimizer, reference, critic, tied)
 
 
 def adamw(parameters: Iterable[nn.Parameter], learner: LearnerConfig, rate: float) -> torch.optim.AdamW:
-    return torch.optim.AdamW(parameters, lr=rate, betas=learner.betas, weight_decay=learner.weight_decay, fused=True)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=rate, betas=learner.betas, weight_decay=learner.weight_decay, fused=True)

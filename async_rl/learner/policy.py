@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
+from async_rl import adapters
+from async_rl.config import LearnerConfig, LoraConfig
 from async_rl.learner import sequence
+from async_rl.learner.kernels import fuse
 from async_rl.learner.logprobs import ENTROPY_EVERY, token_logprobs
 from async_rl.learner.mesh import Mesh, Part
 from async_rl.learner.packing import Packed
@@ -35,7 +45,8 @@ class Policy(nn.Module):
     """A causal language model whose head is applied to the answer tokens only.
 
     `value_head`, if there is one, maps the same hidden states to values. `part` and `summed` are what `shard` has made
-    of the model: this rank's part of each row, and the modules whose gradients are summed (`tensor.add_up`).
+    of the model: this rank's part of each row, and the modules whose gradients are summed (`tensor.add_up`). `device`
+    is where it computes; parameters may be elsewhere.
     """
 
     def __init__(self, model: PreTrainedModel, temperature: float, *, entropy_every: int = ENTROPY_EVERY) -> None:
@@ -44,11 +55,12 @@ class Policy(nn.Module):
         self.value_head: nn.Linear | None = None
         self.part: Part | None = None
         self.summed: list[nn.Module] = []
+        self.device = next(model.parameters()).device
         self.temperature = temperature
         self.entropy_every = entropy_every
 
     def forward(self, packed: Packed) -> Scores:
-        hidden, targets, whole = states(self.model.base_model, packed, self.part)
+        hidden, targets, whole = states(self.model.base_model, packed, self.part, self.device)
         head = self.model.get_output_embeddings().weight
         logprobs, entropy = token_logprobs(hidden, head, targets, self.temperature, entropy_every=self.entropy_every)
         values = None if self.value_head is None else whole(self.value_head(hidden).float().sum(-1))
@@ -66,9 +78,8 @@ class States(NamedTuple):
     whole: Callable[[Tensor], Tensor]
 
 
-def states(trunk: nn.Module, packed: Packed, part: Part | None) -> States:
+def states(trunk: nn.Module, packed: Packed, part: Part | None, device: torch.device) -> States:
     """Of a trunk's forward pass; `part` is this rank's of every row, None for all of it."""
-    device = next(trunk.parameters()).device
     shared: dict[str, Part] = {}
     if part is None:
         mine = packed
@@ -92,27 +103,58 @@ def _itself(column: Tensor) -> Tensor:
     return column
 
 
-def load(path: str, temperature: float, device: torch.device, *, entropy_every: int = ENTROPY_EVERY) -> Policy:
-    """The model of a resolved path with float32 master weights."""
+def load(
+    path: str,
+    temperature: float,
+    device: torch.device,
+    *,
+    entropy_every: int = ENTROPY_EVERY,
+    lora: LoraConfig | None = None,
+    fused: bool = False,
+) -> Policy:
+    """The model of a resolved path with float32 master weights; under fresh adapters if `lora` has a rank, with `fused`
+    kernels where there are some."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
     model.eval()  # no dropout: a log-prob is a number; gradients do not need training mode
+    if fused:
+        fuse(model, device)
+    if lora is not None and lora.rank:
+        adapters.inject(model, lora)
     return Policy(model.to(device), temperature, entropy_every=entropy_every)
 
 
-def shard(module: Policy | ValueModel, mesh: Mesh, dtype: torch.dtype) -> None:
-    """FSDP2 over the mesh: each layer its own unit, compute in `dtype`, gradients reduced in float32. Before that the
-    matrices are split and the rows shared, if ranks do so."""
+def shard(module: Policy | ValueModel, mesh: Mesh, learner: LearnerConfig) -> None:
+    """FSDP2 over the mesh: each layer its own unit, compute in `learner.dtype`, gradients reduced in float32. Before
+    that the matrices are split and the rows shared, if ranks do so."""
     if mesh.tensor is not None:
         module.summed = parallelize(module.model, mesh.tensor)
     if mesh.sequence is not None:
         sequence.check(module.model, mesh.sequence.size, 1 if mesh.tensor is None else mesh.tensor.size())
         module.model.set_attn_implementation(sequence.ATTENTION)
         module.part = mesh.sequence
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    alone = mesh.shards.size() == 1
-    for layer in layers(module.model):
-        fully_shard(layer, mesh=mesh.shards, mp_policy=precision, reshard_after_forward=not alone)
-    fully_shard(module, mesh=mesh.shards, mp_policy=precision, reshard_after_forward=not alone)
+    units = [*layers(module.model), module]
+    if learner.recompute:
+        for layer in units[:-1]:
+            layer.forward = recomputed(layer.forward)
+    for unit in units:
+        fully_shard(
+            unit,
+            mesh=mesh.shards,
+            mp_policy=MixedPrecisionPolicy(getattr(torch, learner.dtype), torch.float32),
+            reshard_after_forward=mesh.shards.size() > 1,
+            offload_policy=CPUOffloadPolicy() if learner.offload else OffloadPolicy(),
+        )
+
+
+def recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Keeps its arguments in place of its activations where there is a backward pass to come."""
+
+    def call(*args: object, **kwargs: object) -> Tensor:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return cast("Tensor", checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs))
+
+    return call
 
 
 def pairs_per_token(width: int) -> int:
@@ -131,10 +173,11 @@ class ValueModel(nn.Module):
         self.model = model
         self.part: Part | None = None
         self.summed: list[nn.Module] = []
+        self.device = next(model.parameters()).device
         self.head = value_head(model)
 
     def forward(self, packed: Packed) -> Float[Tensor, " sampled"]:
-        hidden, _, whole = states(self.model, packed, self.part)
+        hidden, _, whole = states(self.model, packed, self.part, self.device)
         return whole(self.head(hidden).float().sum(-1))  # not a view, which FSDP could not hook
 
 
@@ -161,7 +204,7 @@ def layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def accumulate(module: nn.Module, *, last: bool) -> None:
-    """Set before each micro-batch: gradients stay local and parameters whole until the last one."""
+    """Set before each micro-batch: gradients stay local and parameters whole until it is the `last` one."""
     assert isinstance(module, FSDPModule)
     module.set_requires_gradient_sync(last)
     module.set_reshard_after_backward(last)

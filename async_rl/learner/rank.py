@@ -7,15 +7,17 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from urllib.parse import quote
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 
-from async_rl import model, process
+from async_rl import adapters, memory, model, process
 from async_rl.data.prompts import Prompts
 from async_rl.learner import checkpoint, state
 from async_rl.learner.batch import Plan, Share, ages_of, plan, share
@@ -46,16 +48,18 @@ class Learner:
         self.publications = 0
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         device = _device(self.rank, self.config.launch.device)
-        self.models = build(self.config, model.resolve(self.config.model.path), device)
+        self.prompts = Prompts.read(run.folder / "prompts.npz")
+        path = model.resolve(self.config.model.path)
+        tokens = self._tokens(path, device)
+        self.models = build(self.config, path, device)
         self.mesh = self.models.mesh
         self.policy = self.models.policy
         self.timeline = Timeline(run.folder, run.name)
-        self.prompts = Prompts.read(run.folder / "prompts.npz")
         self.lineage = state.lineage(run.folder)
         self.step, self.cursor = self._restore()
         self.control = Control(self.config.staleness.max_staleness)
         models = self.models
-        self.stepper = Stepper(models, self.config)
+        self.stepper = Stepper(models, self.config, tokens)
         self.checkpoints = checkpoint.Checkpoints(
             run.folder / "checkpoints",
             models.parts(),
@@ -67,6 +71,7 @@ class Learner:
         self.client = process.client(run.folder, run.config, run.name, "learner")
         if self.rank == 0:
             self.metrics = MetricsWriter(run.folder)
+            self.published_bytes = 0
             self.publisher = Publisher(run.folder, _segment_name(run.folder), self._wire_dtype(), models.tied)
 
     @property
@@ -133,9 +138,10 @@ class Learner:
             due = self.publications < 2 or self.publications % self.config.weights.probe_every == 0
             probe = self._probe() if due else None
             self.publications += 1
-            tensors = checkpoint.full_tensors(self.policy)
+            tensors = checkpoint.full_tensors(self.policy, trained=True)
             if self.rank == 0:
-                self.publisher.publish(self.version, tensors, probe)
+                manifest = self.publisher.publish(self.version, tensors, probe)
+                self.published_bytes = sum(entry.nbytes for entry in manifest.tensors)
             else:
                 _exhaust(tensors)
 
@@ -143,21 +149,32 @@ class Learner:
         """Publishes weights that are visibly others, for a worker to load and be probed with before the real ones.
 
         The first real version is what the engine loaded from disk, and one step changes it by less than the engine's
-        precision: only a rehearsal shows that an update reaches every part, a tied head included. Halving is exact.
+        precision: only a rehearsal shows that an update reaches every part, a tied head included.
         """
-        embeddings = [self.policy.model.get_input_embeddings().weight]
+        with torch.no_grad(), self.timeline.span("rehearse"), self._disturbed():
+            probe, tensors = self._probe(), checkpoint.full_tensors(self.policy, trained=True)
+            if self.rank == 0:
+                self.publisher.rehearse(tensors, probe)
+            else:
+                _exhaust(tensors)
+
+    @contextmanager
+    def _disturbed(self) -> Iterator[None]:
+        """Embeddings are halved, which is exact, or adapters are no longer what they began as, for the block."""
+        model = self.policy.model
+        if self.config.learner.lora.rank:
+            weights = [weight for name, weight in model.named_parameters() if name.endswith(adapters.B)]
+            before = [weight.clone() for weight in weights]
+            torch._foreach_add_(weights, 0.02)
+            yield
+            torch._foreach_copy_(weights, before)
+            return
+        embeddings = [model.get_input_embeddings().weight]
         if not self.models.tied:
-            embeddings.append(self.policy.model.get_output_embeddings().weight)
-        with torch.no_grad(), self.timeline.span("rehearse"):
-            for factor in (0.5, 2.0):
-                for weight in embeddings:
-                    weight.mul_(factor)
-                if factor < 1:
-                    probe, tensors = self._probe(), checkpoint.full_tensors(self.policy)
-                    if self.rank == 0:
-                        self.publisher.rehearse(tensors, probe)
-                    else:
-                        _exhaust(tensors)
+            embeddings.append(model.get_output_embeddings().weight)
+        torch._foreach_mul_(embeddings, 0.5)
+        yield
+        torch._foreach_mul_(embeddings, 2.0)
 
     def _commit(self, planned: Plan, *, changed: bool) -> None:
         if self.rank == 0:
@@ -185,6 +202,20 @@ class Learner:
         return Probe(tokens.tolist(), logprobs.tolist())
 
     # --- around the steps --------------------------------------------------------------------------------------
+
+    def _tokens(self, path: str, device: torch.device) -> int | None:
+        """Of a micro-batch, if memory decides; the same on every rank."""
+        described = memory.read(path)
+        if self.config.learner.micro_batch_tokens != "auto" or described is None:
+            return None
+        longest = max(tokens.size for tokens in self.prompts.tokens) + self.config.rollout.max_tokens
+        if device.type == "cuda":
+            free = torch.cuda.mem_get_info(device)[0]
+        else:
+            free = psutil.virtual_memory().available // self.world
+        fits = torch.tensor(memory.micro_batch(described, self.config, free=free, longest=longest), device=device)
+        dist.all_reduce(fits, dist.ReduceOp.MIN)
+        return int(fits)
 
     def _restore(self) -> tuple[int, int]:
         """Step and prompt cursor: from the newest checkpoint if there is one."""
@@ -227,6 +258,7 @@ class Learner:
         if batch is not None:
             times = {"wait_s": started - waited, "train_s": trained - started, "publish_s": published - trained}
             line = report(planned, batch, parts, self.config, times, self.control)
+            line["published_bytes"] = self.published_bytes if result is not None else 0
             self.metrics.write({"step": self.step, "time": published, **line})
             self.rewards.append(line["reward"])
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from async_rl import adapters
 from async_rl.algorithms import losses
 from async_rl.algorithms.advantages import whiten
 from async_rl.algorithms.config import form
@@ -27,6 +28,8 @@ from async_rl.learner.policy import Policy, Scores, ValueModel, accumulate, pair
 from async_rl.learner.tensor import add_up
 from staleness.corrections import Sequences, Tokens, m2_keep
 from staleness.proximal import loglinear
+
+DEFAULT_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -87,12 +90,15 @@ def learning_rate(base: float, warmup_steps: int, step: int) -> float:
 class Stepper:
     """Trains a policy, and its value model if it has one; every rank calls `step` with its share of the batch."""
 
-    def __init__(self, models: Models, config: Config) -> None:
+    def __init__(self, models: Models, config: Config, tokens: int | None = None) -> None:
+        """`tokens` of a micro-batch, in place of `learner.micro_batch_tokens: auto`."""
         self._policy, self._optimizer = models.policy, models.optimizer
         self._reference, self._critic = models.reference, models.critic
         self._config, self._mesh = config, models.mesh
         self._algorithm, self._correction = config.algorithm, config.staleness.correction
-        self._device = next(models.policy.parameters()).device
+        self._device = models.policy.device
+        configured = config.learner.micro_batch_tokens
+        self._tokens = tokens or (DEFAULT_TOKENS if configured == "auto" else configured)
         self._pairs = pairs_per_token(models.policy.model.config.hidden_size)
 
     def step(self, share: Share, *, rate: float) -> StepResult:
@@ -109,7 +115,7 @@ class Stepper:
 
     def _micro_batches(self, segments: list[Segment]) -> list[Packed]:
         """This rank's micro-batches, as many on every rank: the collectives of FSDP must meet."""
-        micro = pack(segments, tokens=self._config.learner.micro_batch_tokens, pairs=self._pairs)
+        micro = pack(segments, tokens=self._tokens, pairs=self._pairs)
         count = torch.tensor(len(micro), device=self._device)
         dist.all_reduce(count, dist.ReduceOp.MAX)
         return micro + [_empty()] * (int(count) - len(micro))
@@ -130,7 +136,8 @@ class Stepper:
         if m2:
             known = replace(known, kept=self._kept(share, known))
         if self._reference is not None:
-            (reference,) = self._sweep(share, micro, self._reference, lambda scores: [scores.logprobs])
+            with adapters.off(self._reference):
+                (reference,) = self._sweep(share, micro, self._reference, lambda scores: [scores.logprobs])
             known = replace(known, reference=reference)
         if self._critic is not None:
             (values,) = self._sweep(share, micro, self._critic.model, lambda found: [found])
@@ -218,7 +225,7 @@ class Stepper:
         sums = dict.fromkeys(LossMetrics._fields, 0.0)
         total = value_total = 0.0
         for i, packed in enumerate(micro):
-            accumulate(self._policy, last=i == len(micro) - 1)
+            accumulate(self._policy, last=self._config.learner.reshard or i == len(micro) - 1)
             scores: Scores = self._policy(packed)
             chosen = self._chosen(share, packed)
             entropy = scores.entropy[chosen.keep]
@@ -257,7 +264,7 @@ class Stepper:
     ) -> float:
         total = 0.0
         for i, packed in enumerate(micro):
-            accumulate(critic.model, last=i == len(micro) - 1)
+            accumulate(critic.model, last=self._config.learner.reshard or i == len(micro) - 1)
             values: Tensor = critic.model(packed)
             error = self._value_loss(share, self._chosen(share, packed), values, known, targets)
             (error * self._mesh.averaged + 0.0 * values.sum()).backward()

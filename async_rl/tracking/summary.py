@@ -47,6 +47,10 @@ class Summary(Struct, frozen=True):
     span_mismatches: int
     skipped_steps: int
     accounting_share: float | None
+    published_bytes: int
+    """Of one version."""
+    checkpoint_stall: float | None
+    """Mean time for which a checkpoint held up the learner, over the mean time of a step."""
     lost_workers: int
     reissued: int
     kept_tokens: int
@@ -100,6 +104,8 @@ def summarise(
         multi_version_trajectories=stats.multi_version,
         span_mismatches=stats.span_mismatches,
         skipped_steps=sum(record["skipped"] for record in records),
+        published_bytes=max((record["published_bytes"] for record in records), default=0),
+        checkpoint_stall=_stall(folder, records),
         accounting_share=round(stats.worker_overhead_s / stats.worker_busy_s, 5) if stats.worker_busy_s else None,
         lost_workers=stats.lost_workers,
         reissued=stats.reissued,
@@ -125,6 +131,12 @@ def _overlap(folder: Path, records: list[Record]) -> float | None:
     start, end = records[1]["time"], _started(records[-1])
     fraction = timeline.overlap_fraction(timeline.busy(folder, "learner"), timeline.busy(folder, "worker"), start, end)
     return round(fraction, 4)
+
+
+def _stall(folder: Path, records: list[Record]) -> float | None:
+    spans = [end - start for start, end in timeline.named(folder, "learner0", "checkpoint")]
+    steps = [record["wait_s"] + record["train_s"] + record["publish_s"] for record in records]
+    return round(sum(spans) / len(spans) / (sum(steps) / len(steps)), 4) if spans and sum(steps) else None
 
 
 def _mean(values: list[float | None]) -> float | None:
@@ -171,6 +183,7 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
         ("overlap of the pools", _show(summary.overlap_fraction)),
         ("samples/s", f"{_show(summary.samples_per_s)} ({_show(summary.backward_share)} needed a backward pass)"),
         ("tokens/s", f"generated {_show(summary.gen_tokens_per_s)}, trained {_show(summary.train_tokens_per_s)}"),
+        ("stalled by a checkpoint", f"{_percent(summary.checkpoint_stall)} of a step"),
         ("buffer and accounts", f"{_percent(summary.accounting_share)} of the workers' time"),
         (
             "over two versions or more",

@@ -101,6 +101,12 @@ def busy(folder: Path, role: str) -> list[Interval]:
     return union(found)
 
 
+def named(folder: Path, process: str, name: str) -> list[Interval]:
+    """The events of one name of a process, in order."""
+    path = folder / "trace" / f"{process}.jsonl"
+    return [(event["start"], event["end"]) for event in _events(path) if event["name"] == name] if path.exists() else []
+
+
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     out: list[Interval] = []
     for start, end in sorted(intervals):

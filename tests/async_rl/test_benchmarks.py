@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
-from async_rl.benchmarks import buffer, peers
+from async_rl.benchmarks import buffer, learner, peers
 from async_rl.benchmarks.load import Load, Shape
 from async_rl.benchmarks.server import serving
 from launchers import cli
@@ -73,3 +75,12 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "_module", lambda *arguments: asked.append(arguments) or 0)
     assert cli.run(["bench", "buffer", "--json", "out.json", "--seconds", "3", "--no-peers"]) == 0
     assert asked == [("async_rl.benchmarks.buffer", "--seconds", "3.0", "--json", "out.json", "--no-peers")]
+
+
+def test_a_learner_step_computes_the_gradient_of_the_padded_loop(tiny_model: Path) -> None:
+    """What the benchmark of the learner compares is the same; how fast is not for a test."""
+    shape = learner.Shape("tiny", "float32", 3, 4, 6, lambda rng, count: rng.integers(2, 30, count))
+    result = learner.measure(shape, str(tiny_model), 1)
+    assert result.gradient_difference < 1e-4
+    assert (result.shape, result.samples) == ("tiny", 12)
+    assert min(result.samples_per_s, result.tokens_per_s, result.ratio_padded, result.mfu) > 0

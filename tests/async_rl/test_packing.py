@@ -10,6 +10,7 @@ import torch
 
 from async_rl.config import parse
 from async_rl.learner.batch import Plan, share
+from async_rl.learner.kernels import fuse
 from async_rl.learner.logprobs import token_logprobs
 from async_rl.learner.packing import Member, Segment, fill, pack, split
 from async_rl.learner.policy import Policy, load
@@ -175,3 +176,13 @@ def test_the_entropy_of_every_token_has_the_gradient_of_the_plain_formula() -> N
     torch.testing.assert_close(entropies, expected, atol=1e-4, rtol=1e-4)
     (weights[0] @ plain.gather(-1, targets[:, None])[:, 0] + weights[1] @ expected).backward()
     torch.testing.assert_close(ours, (hidden.grad, head.grad), atol=1e-4, rtol=1e-4)
+
+
+def test_kernels_are_fused_on_gpus_only(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    liger = pytest.importorskip("liger_kernel.transformers.monkey_patch")
+    asked: list[dict[str, object]] = []
+    monkeypatch.setattr(liger, "_apply_liger_kernel_to_instance", lambda **how: asked.append(how))
+    model = load(str(tiny_model), 1.0, torch.device("cpu"), fused=True).model
+    assert asked == []
+    assert fuse(model, torch.device("cuda"))
+    assert asked == [{"model": model, "cross_entropy": False, "fused_linear_cross_entropy": False}]

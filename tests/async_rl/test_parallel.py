@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from async_rl.config import ParallelConfig, check, parse
+from async_rl.config import Config, check, parse
 from async_rl.errors import ConfigError
 from async_rl.learner import checkpoint, sequence
 from async_rl.learner.batch import plan, share
@@ -25,17 +25,20 @@ from tests import tiny
 from tests.async_rl.test_packing import segments
 from tests.async_rl.test_ranks import a_batch, fetched, plain
 
-LAYOUTS = {
-    "one": (1, ParallelConfig()),
-    "two shards": (2, ParallelConfig()),
-    "tensor 2": (2, ParallelConfig(tensor=2)),
-    "sequence 2": (2, ParallelConfig(sequence=2)),
-    "four shards": (4, ParallelConfig()),
-    "two replicas of two shards": (4, ParallelConfig(replicas=2)),
-    "two shards, tensor 2": (4, ParallelConfig(tensor=2)),
-    "two shards, sequence 2": (4, ParallelConfig(sequence=2)),
-    "sequence 2, tensor 2": (4, ParallelConfig(sequence=2, tensor=2)),
+LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
+    "one": (1, {}),
+    "one, activations again": (1, {"recompute": True}),
+    "two shards": (2, {}),
+    "two shards, all again": (2, {"reshard": True, "recompute": True}),
+    "tensor 2": (2, {"parallel": {"tensor": 2}}),
+    "sequence 2": (2, {"parallel": {"sequence": 2}}),
+    "four shards": (4, {}),
+    "two replicas of two shards": (4, {"parallel": {"replicas": 2}}),
+    "two shards, tensor 2": (4, {"parallel": {"tensor": 2}}),
+    "two shards, sequence 2, activations again": (4, {"parallel": {"sequence": 2}, "recompute": True}),
+    "sequence 2, tensor 2": (4, {"parallel": {"sequence": 2, "tensor": 2}}),
 }
+"""Ranks, and the learner's settings."""
 ALGORITHMS = {
     "grpo": {"preset": "grpo", "kl": {"coefficient": 0.1}},
     "gspo": {"preset": "gspo"},
@@ -45,13 +48,12 @@ ALGORITHMS = {
 """A term of the reference, ratios of whole sequences, values and an entropy with a gradient, a critic of its own."""
 
 
-def settings(algorithm: dict[str, object], parallel: ParallelConfig, **learner: object):
-    layout = {"replicas": parallel.replicas, "sequence": parallel.sequence, "tensor": parallel.tensor}
+def settings(algorithm: dict[str, object], **learner: object) -> Config:
     return parse(
         {
             "data": {"path": "x"},
             "reward": {"function": "tests.e2e.rewards:length"},
-            "learner": {"dtype": "float32", "clip_norm": 0.1, "micro_batch_tokens": 16, "parallel": layout} | learner,
+            "learner": {"dtype": "float32", "clip_norm": 0.1, "micro_batch_tokens": 16} | learner,
             "algorithm": algorithm,
         }
     )
@@ -63,11 +65,11 @@ FAMILIES = ("llama", "qwen3")
 def steps(rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/{world}", rank=rank, world_size=world)
-    for layout, (ranks, parallel) in LAYOUTS.items():
+    for layout, (ranks, learner) in LAYOUTS.items():
         for family, algorithm in product(FAMILIES, ALGORITHMS) if ranks == world else ():
             if family == "qwen3" and (algorithm != "grpo" or world > 2):
                 continue
-            config = settings(ALGORITHMS[algorithm], parallel)
+            config = settings(ALGORITHMS[algorithm], **learner)
             models = plain(build(config, str(folder / family), torch.device("cpu")))
             data_rank, data_ranks = models.mesh.data_rank, models.mesh.data_ranks
             planned = plan(a_batch(), ranks=data_ranks, algorithm=config.algorithm)
@@ -101,7 +103,7 @@ def test_every_layout_has_the_losses_and_gradients_of_one_rank(tmp_path: Path) -
         assert its_norm == pytest.approx(norm, rel=1e-4), path.stem
         for name in reference:
             torch.testing.assert_close(weights[name], reference[name], atol=1e-4 * scale, rtol=0)
-    assert len(list(tmp_path.glob("*.pt"))) == len(LAYOUTS) * len(ALGORITHMS) + 4
+    assert len(list(tmp_path.glob("*.pt"))) == len(LAYOUTS) * len(ALGORITHMS) + 6
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -122,7 +124,7 @@ def test_the_parts_of_a_micro_batch_make_the_whole(size: int) -> None:
 
 def test_ranks_that_do_not_fit_the_layout_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"learner.ranks = 6: .* 1 x 2 x 2.*Use 8"):
-        check(settings({}, ParallelConfig(sequence=2, tensor=2), ranks=6))
+        check(settings({}, parallel={"sequence": 2, "tensor": 2}, ranks=6))
 
 
 def test_the_styles_of_common_plans_are_known() -> None:

@@ -116,6 +116,31 @@ def test_segments_train_what_is_still_being_generated(tiny_model: Path, tmp_path
     runs.adds_up(folder)
 
 
+def test_adapters_travel_alone_and_are_merged_at_the_end(tiny_model: Path, tmp_path: Path) -> None:
+    settings = {
+        "learner.lora": {"rank": 4},
+        "learner.micro_batch_tokens": "auto",
+        "algorithm.kl.coefficient": 0.05,
+    }
+    config = runs.config(tiny_model, tmp_path, **settings)
+    code, out, folder = runs.train(config)
+    assert code == 0, out
+    code, out, folder = runs.train(config, "--resume", "run", "--steps", "8")
+    assert code == 0, out
+    result = runs.adds_up(folder)
+    before = AutoModelForCausalLM.from_pretrained(tiny_model)
+    whole = sum(parameter.numel() for parameter in before.parameters())
+    assert 0 < result.published_bytes < 4 * whole / 4
+    after = AutoModelForCausalLM.from_pretrained(folder / "model")
+    changed = {
+        name
+        for (name, one), two in zip(before.named_parameters(), after.parameters(), strict=True)
+        if not one.equal(two)
+    }
+    assert any(name.endswith("q_proj.weight") for name in changed)
+    assert not any(name.startswith("model.embed") for name in changed)
+
+
 def test_remax_asks_for_a_greedy_response_to_every_prompt(tiny_model: Path, tmp_path: Path) -> None:
     """Its reward is the baseline of the group; it is not streamed, and costs no ticket."""
     code, out, folder = runs.train(runs.config(tiny_model, tmp_path, **{"algorithm.preset": "remax"}))

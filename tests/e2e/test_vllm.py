@@ -13,11 +13,13 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel
 
-from async_rl import fetch
+from async_rl import adapters, fetch
 from async_rl.config import parse
 from async_rl.errors import RequestRefused
+from async_rl.learner.checkpoint import full_tensors
+from async_rl.learner.policy import load
 from async_rl.rollout.engines.protocol import Delta, Request
 from async_rl.weights.manifest import Probe
 from async_rl.weights.publisher import Publisher
@@ -35,7 +37,7 @@ PROMPT = [0, 40, 41, 42, 1, 0]
 PROBE = [0, 40, 50, 60, 70, 80, 90, 1, 0, 41, 42, 43]
 
 
-def logprobs_of(policy: LlamaForCausalLM, tokens: list[int], temperature: float) -> torch.Tensor:
+def logprobs_of(policy: PreTrainedModel, tokens: list[int], temperature: float) -> torch.Tensor:
     """Log-probs of tokens[1:]."""
     ids = torch.tensor(tokens)
     with torch.no_grad():
@@ -234,3 +236,56 @@ def test_a_worker_killed_in_mid_response_loses_no_token(models: tuple[Path, Path
         assert whole == first + second
         assert len(whole) <= 400
     runs.nothing_left(started.folder, started.family)
+
+
+def test_an_adapter_is_replaced_under_running_requests(models: tuple[Path, Path], tmp_path: Path) -> None:
+    """Only adapters travel; log-probs of engine and learner agree before and after, tags say which is which."""
+    from async_rl.rollout.engines.vllm_engine import VllmEngine
+
+    lora = {"rank": 4, "alpha": 8}
+    rollout = {"slots": 8, "dtype": "float32"}
+    config = parse({"data": {"path": "x"}, "rollout": rollout, "learner": {"lora": lora}})
+    engine = VllmEngine(config, model=str(models[0]), max_model_tokens=512, cores=[0], seed=0)
+    policies = [load(str(models[0]), 1.0, torch.device("cpu"), lora=config.learner.lora) for _ in range(2)]
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for policy in policies:
+            for name, parameter in policy.named_parameters():
+                if name.endswith(adapters.B):
+                    parameter.normal_(0, 0.2)
+    publisher = Publisher(tmp_path, f"lora-{tmp_path.name}", torch.float32, tied=["lm_head.weight"])
+
+    async def noted(version: int) -> None:
+        del version
+
+    async def live() -> tuple[list[float], list[Delta], Delta]:
+        await engine.start()
+        errors: list[float] = []
+        running: list[asyncio.Task[Delta]] = []
+        for version, policy in enumerate(policies, 1):
+            tensors = full_tensors(policy, trained=True)
+            publisher.publish(version, tensors, Probe(PROBE, logprobs_of(policy.model, PROBE, 1.0).tolist()))
+            receipt = await Receiver(engine, tmp_path, "float32").pull(noted)
+            assert receipt.probe_error is not None
+            errors.append(receipt.probe_error)
+            if version == 1:
+                begun = asyncio.Event()
+                running = [asyncio.create_task(collect(engine, Request(f"r{i}", PROMPT, 300), begun)) for i in range(8)]
+                await begun.wait()
+        across = await asyncio.gather(*running)
+        greedy = await collect(engine, Request("g", PROMPT, 20, greedy=True))
+        await engine.stop()
+        return errors, across, greedy
+
+    try:
+        errors, across, greedy = asyncio.run(live())
+    finally:
+        publisher.close()
+    assert max(errors) < 1e-3
+    assert any(set(response.versions) == {1, 2} for response in across)
+    for response in across:
+        assert [
+            version for version, start, end in response.spans or [] for _ in range(end - start)
+        ] == response.versions
+    after = logprobs_of(policies[1].model, PROMPT + greedy.tokens, 1.0)[len(PROMPT) - 1 :]
+    np.testing.assert_allclose(greedy.logprobs, np.zeros(len(greedy.tokens)) + after.numpy(), atol=1e-3)

@@ -23,7 +23,8 @@ from transformers import (
 )
 from transformers.cache_utils import Cache
 
-from async_rl.config import RolloutConfig
+from async_rl import adapters
+from async_rl.config import LoraConfig, RolloutConfig
 from async_rl.errors import RequestRefused
 from async_rl.rollout.engines.protocol import Delta, Request
 from async_rl.rollout.seeds import generator
@@ -82,17 +83,29 @@ class Decoder:
     and what comes before it, to the last bit: not on what else is running, nor on where its request began.
     """
 
-    def __init__(self, path: str, rollout: RolloutConfig, *, length: int, seed: int, alone: bool = False) -> None:
+    def __init__(
+        self,
+        path: str,
+        rollout: RolloutConfig,
+        *,
+        length: int,
+        seed: int,
+        alone: bool = False,
+        lora: LoraConfig | None = None,
+    ) -> None:
         dtype: torch.dtype = getattr(torch, rollout.dtype)
         slots = rollout.slots
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+        if lora is not None and lora.rank:
+            adapters.inject(self._model, lora)
+            self._model.to(dtype)
         config = self._model.config
         self.length = min(length, config.max_position_embeddings)
         self.version = 0
         self._alone = alone
         self._temperature = rollout.temperature
         self._truncation = truncation(rollout)
-        self._names = {name for name, _ in self._model.named_parameters()}
+        self._published = {name: each for name, each in self._model.named_parameters() if each.requires_grad}
         stops = self._model.generation_config.eos_token_id
         self._stops = set(stops if isinstance(stops, list) else [stops])
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -120,11 +133,11 @@ class Decoder:
         return running
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """New weights, complete and under the model's own names."""
+        """New weights, complete and under the model's own names: of all that is trained."""
         published = dict(tensors)
-        check_names(set(published), self._names)
+        check_names(set(published), set(self._published))
         with torch.no_grad():
-            for name, parameter in self._model.named_parameters():
+            for name, parameter in self._published.items():
                 parameter.copy_(published[name])
         self.version = version
 

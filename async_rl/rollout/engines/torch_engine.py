@@ -40,7 +40,14 @@ class TorchEngine:
 
     def _load(self) -> Decoder:
         config = self._config
-        return Decoder(self._path, config.rollout, length=self._length, seed=self._seed, alone=config.deterministic)
+        return Decoder(
+            self._path,
+            config.rollout,
+            length=self._length,
+            seed=self._seed,
+            alone=config.deterministic,
+            lora=config.learner.lora,
+        )
 
     async def _in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args, **kwargs))

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from async_rl import adapters
 from async_rl.config import Config
 from async_rl.errors import EngineError, RequestRefused
 from async_rl.rollout.engines.protocol import Delta, Request
+from async_rl.weights import shm
 from async_rl.weights.manifest import Manifest
 from async_rl.weights.vllm_plugin import BACKEND
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
 NAN = float("nan")
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Widths of adapters that vLLM makes room for."""
 
 
 class VllmEngine:
@@ -42,6 +49,7 @@ class VllmEngine:
         self._version = 0
         self._labels: dict[str, deque[int]] = {}
         self._engine: AsyncLLM | None = None
+        self._adapter: LoRARequest | None = None
         self._settled = asyncio.Event()
         self._settled.set()
 
@@ -57,6 +65,7 @@ class VllmEngine:
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        lora = self._config.learner.lora
         arguments = AsyncEngineArgs(
             model=self._model,
             dtype=rollout.dtype,
@@ -68,6 +77,8 @@ class VllmEngine:
             disable_log_stats=True,
             seed=self._seed,
             weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+            enable_lora=bool(lora.rank),
+            max_lora_rank=next(rank for rank in RANKS if rank >= lora.rank),
         )
         self._engine = AsyncLLM.from_engine_args(arguments)
         self._watch(self._engine)
@@ -121,7 +132,7 @@ class VllmEngine:
         prompt = {"prompt_token_ids": request.prompt, "cache_salt": str(self._version)}
         labels = self._labels[request.id] = deque()
         try:
-            async for output in self._running.generate(prompt, sampling, request.id):
+            async for output in self._running.generate(prompt, sampling, request.id, lora_request=self._adapter):
                 yield _delta(output.outputs[0], labels)
         except (ValueError, VLLMValidationError) as error:
             raise RequestRefused(str(error)) from error
@@ -132,12 +143,27 @@ class VllmEngine:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         start = perf_counter()
+        if self._config.learner.lora.rank:
+            await self._update_adapter(manifest)
+            return perf_counter() - start
         async with self._paused():
             await self._running.start_weight_update()
             await self._running.update_weights(WeightTransferUpdateRequest({"manifest": msgspec.to_builtins(manifest)}))
             await self._running.finish_weight_update(str(manifest.version))
             self._version = manifest.version
         return perf_counter() - start
+
+    async def _update_adapter(self, manifest: Manifest) -> None:
+        """Running requests go on with the new adapter, which takes the place of the old one under the same id."""
+        from vllm.lora.request import LoRARequest
+
+        with tempfile.TemporaryDirectory(prefix="async-rl-adapter-") as folder:
+            adapters.write(Path(folder), shm.read(manifest), self._config.learner.lora)
+            async with self._paused():
+                await self._running.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))
+                await self._running.update_weight_version(str(manifest.version))
+                self._version = manifest.version
+        self._adapter = LoRARequest("policy", 1, folder)
 
     async def relabel(self, version: int) -> None:
         async with self._paused():
@@ -159,7 +185,8 @@ class VllmEngine:
         sampling = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
         prompt = {"prompt_token_ids": tokens, "cache_salt": f"probe{self._version}"}
         last = None
-        async for output in self._running.generate(prompt, sampling, f"probe-{self._version}-{perf_counter()}"):
+        name = f"probe-{self._version}-{perf_counter()}"
+        async for output in self._running.generate(prompt, sampling, name, lora_request=self._adapter):
             last = output
         if last is None or last.prompt_logprobs is None:
             raise EngineError("vLLM returned no prompt log-probs for a probe")
