@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from async_rl.config import LoraConfig
+from async_rl.memory import shapes
 
 BASE, A, B = ".base_layer", ".lora_A.default.weight", ".lora_B.default.weight"
 
@@ -31,6 +32,14 @@ def inject(model: PreTrainedModel, lora: LoraConfig) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         inject_adapter_in_model(peft, model)
+
+
+def targets(path: str, lora: LoraConfig) -> list[str] | None:
+    """Names of the layers that get an adapter; None if the model of `path` is not on this disk."""
+    if lora.targets:
+        return lora.targets
+    names = {name.split(".")[-2] for name, shape in shapes(path).items() if ".layers." in name and len(shape) == 2}
+    return sorted(names) or None
 
 
 @contextmanager

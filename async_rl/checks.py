@@ -255,6 +255,17 @@ def _deterministic(config: Config) -> None:
         )  # fmt: skip
 
 
+def _attention(config: Config) -> None:
+    if config.learner.attention == "flex" and config.launch.device == "cpu":
+        raise ConfigError(
+            "learner.attention", "flex", "it has no backward pass on a CPU", "Use auto, which takes it on GPUs"
+        )
+    if config.learner.attention == "flex" and config.learner.parallel.sequence > 1:
+        raise ConfigError(
+            "learner.attention", "flex", "ranks that share sequences have an attention of their own", "Use auto"
+        )
+
+
 def _memory(config: Config) -> None:
     if config.learner.offload and config.launch.device == "cpu":
         raise ConfigError(
@@ -277,6 +288,7 @@ def _run(config: Config) -> None:
 CHECKS: list[Callable[[Config], None]] = [
     _batch, _groups, _segments, _addresses, _learning, _sampling, _data, _environment, _rewards, _parallel, _lora,
     _memory,
+    _attention,
     _deterministic, _run,
 ]  # fmt: skip
 

@@ -162,6 +162,8 @@ class LearnerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Compute type; master weights and gradients are always float32."""
     micro_batch_tokens: PositiveInt | Literal["auto"] = 4096
     """Packed tokens per forward pass; a longer response makes a longer pass. `auto`: as many as memory takes."""
+    attention: Literal["auto", "sdpa", "flex"] = "auto"
+    """How packed rows are attended to: `flex` computes only the blocks that are not masked; `auto` is that on GPUs."""
     fused_kernels: bool = True
     """Liger's kernels in the learner's model, on GPUs."""
     recompute: bool = False

@@ -79,15 +79,18 @@ def read(path: str) -> Model | None:
 
 def parameters(path: str) -> int:
     """Of the safetensors files of a model's folder."""
-    return sum(math.prod(shape) for file in Path(path).glob("*.safetensors") for shape in _shapes(file))
+    return sum(math.prod(shape) for shape in shapes(path).values())
 
 
-def _shapes(file: Path) -> list[list[int]]:
-    """Of the tensors in a safetensors file: its header is JSON behind eight bytes of length."""
-    with file.open("rb") as data:
-        (length,) = struct.unpack("<Q", data.read(8))
-        header = json.loads(data.read(length))
-    return [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+def shapes(path: str) -> dict[str, list[int]]:
+    """Of the tensors in the safetensors files of a folder; a header is JSON behind eight bytes of length."""
+    found: dict[str, list[int]] = {}
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with file.open("rb") as data:
+            (length,) = struct.unpack("<Q", data.read(8))
+            header = json.loads(data.read(length))
+        found |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+    return found
 
 
 def learner(model: Model, config: Config) -> Wanted:

@@ -12,6 +12,7 @@ Progress goes to stderr, the result as JSON to stdout.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import statistics
 import sys
@@ -207,6 +208,7 @@ def _padded_loss(policy: torch.nn.Module, batch: list[tuple[Ints, Ints, int]], m
 def peak(into: list[int]) -> Iterator[None]:
     """Appends the largest resident size during the block, above that before it, in bytes."""
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is free goes back to the system, so that it counts when it is used again
     process, done = psutil.Process(), Event()
     before = most = process.memory_info().rss
 
@@ -257,6 +259,8 @@ def measure(shape: Shape, path: str, repeat: int) -> Result:
                 start = perf_counter()
                 stepper.step(mine, rate=0.0)
                 ours.append(perf_counter() - start)
+            gradients = {}
+            plain.zero_grad()
             with peak(peaks_padded):
                 start = perf_counter()
                 gradients = padded(plain, mine, config)

@@ -1,7 +1,7 @@
 """Log-probs and entropies of chosen tokens without ever holding (tokens x vocabulary) logits.
 
-The head is applied to `CHUNK` tokens at a time. The backward pass computes each chunk's logits again, which costs one
-more head product and saves the memory of all of them.
+The head is applied to `CHUNK` tokens at a time. The backward pass computes the logits again, which costs one more head
+product and saves the memory of all of them; only those of the last chunk are kept.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _logits(
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, every: int
+        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, every: int, keep: bool
     ) -> tuple[Tensor, Tensor]:
         logprobs = hidden.new_empty(targets.shape, dtype=torch.float32)
         normalisers = torch.empty_like(logprobs)
@@ -40,6 +40,7 @@ class _TokenLogprobs(torch.autograd.Function):
             some = slice(None, None, every)
             probabilities = (logits[some] - normaliser[some, None]).exp_()
             entropies[part][some] = normaliser[some] - torch.linalg.vecdot(probabilities, logits[some])
+        ctx.last = logits if keep and targets.numel() else None
         ctx.save_for_backward(hidden, head, targets, normalisers, entropies)
         ctx.temperature, ctx.every = temperature, every
         if every > 1:
@@ -47,13 +48,14 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         hidden, head, targets, normalisers, entropies = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_head = torch.zeros_like(head, dtype=torch.float32)
         for start in range(0, targets.numel(), CHUNK):
             part = slice(start, start + CHUNK)
-            logits = _logits(hidden[part], head, ctx.temperature)
+            last = start + CHUNK >= targets.numel()
+            logits = ctx.last if last and ctx.last is not None else _logits(hidden[part], head, ctx.temperature)
             logs = logits.sub_(normalisers[part, None])
             slope = logs.exp()
             if ctx.every == 1:
@@ -67,7 +69,8 @@ class _TokenLogprobs(torch.autograd.Function):
             slope = slope.div_(ctx.temperature).to(hidden.dtype)
             grad_hidden[part] = slope @ head
             grad_head += (slope.T @ hidden[part]).float()
-        return grad_hidden, grad_head.to(head.dtype), None, None, None
+        ctx.last = None
+        return grad_hidden, grad_head.to(head.dtype), None, None, None, None
 
 
 def token_logprobs(
@@ -83,5 +86,6 @@ def token_logprobs(
     Differentiable in `hidden` and `head` through the log-probs. The entropy is nan but for one token in
     `entropy_every`; if that is 1, it is differentiable too.
     """
-    logprobs, entropies = _TokenLogprobs.apply(hidden, head, targets, temperature, entropy_every)
+    keep = torch.is_grad_enabled()
+    logprobs, entropies = _TokenLogprobs.apply(hidden, head, targets, temperature, entropy_every, keep)
     return logprobs, entropies

@@ -97,7 +97,7 @@ def clip(parameters: Iterable[nn.Parameter], limit: float) -> float:
             copies //= math.prod(size for size, place in places if not place.is_replicate())
             gradient = gradient.to_local()
         local.append(gradient)
-        total = total.to(gradient.device) + torch.linalg.vector_norm(gradient, dtype=torch.float64).square() / copies
+        total = total.to(gradient.device) + torch.linalg.vector_norm(gradient).double().square() / copies
     dist.all_reduce(total)
     norm = float(total.sqrt())
     if norm > limit:

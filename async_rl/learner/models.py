@@ -13,7 +13,16 @@ from async_rl.learner import mesh as meshes
 from async_rl.learner.checkpoint import Part
 from async_rl.learner.logprobs import ENTROPY_EVERY
 from async_rl.learner.mesh import Mesh
-from async_rl.learner.policy import Policy, ValueModel, load, load_value_model, shard, tied_names, value_head
+from async_rl.learner.policy import (
+    Policy,
+    ValueModel,
+    attention_of,
+    load,
+    load_value_model,
+    shard,
+    tied_names,
+    value_head,
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,8 @@ def build(config: Config, path: str, device: torch.device) -> Models:
     mesh = meshes.make(device.type, config.learner.parallel)
     algorithm, temperature = config.algorithm, config.rollout.temperature
     every, lora = 1 if algorithm.entropy else ENTROPY_EVERY, config.learner.lora
-    policy = load(path, temperature, device, entropy_every=every, lora=lora, fused=config.learner.fused_kernels)
+    fused, attention = config.learner.fused_kernels, attention_of(config.learner.attention, device)
+    policy = load(path, temperature, device, entropy_every=every, lora=lora, fused=fused, attention=attention)
     tied = tied_names(policy.model)
     if algorithm.critic and algorithm.value.trunk == "shared":
         policy.value_head = value_head(policy.model)
@@ -56,12 +66,12 @@ def build(config: Config, path: str, device: torch.device) -> Models:
     if algorithm.kl.coefficient and lora.rank:
         reference = policy
     elif algorithm.kl.coefficient:
-        reference = load(path, temperature, device, fused=config.learner.fused_kernels).requires_grad_(
+        reference = load(path, temperature, device, fused=fused, attention=attention).requires_grad_(
             requires_grad=False
         )
         shard(reference, mesh, config.learner)
     if algorithm.critic and algorithm.value.trunk == "own":
-        value = load_value_model(path, device)
+        value = load_value_model(path, device, attention)
         shard(value, mesh, config.learner)
         critic = Critic(value, adamw(value.parameters(), config.learner, algorithm.value.learning_rate))
     optimizer = adamw(policy.parameters(), config.learner, config.learner.learning_rate)

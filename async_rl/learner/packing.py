@@ -1,7 +1,7 @@
 """Packs the trajectories of a batch into rows: the prompt of a group once, then responses of its members.
 
-    row:       [prompt of g0 | response | response | prompt of g1 | response ...]
-    position:   0 1 2 ... P-1  P P+1 ..   P P+1 ..   0 1 2 ...
+    row:       [prompt       | response | response | response ... | padding]
+    position:   0 1 2 ... P-1  P P+1 ..   P P+1 ..   P P+1 ...
     attends:    causally to its own prompt and its own response, to nothing else
 
 Pure: numpy in, numpy out. The same gradient as one padded row per trajectory, at a fraction of the tokens.
@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 PAD = -1
-DEAR = 8
-"""Attention over a row of `pairs / DEAR` tokens costs an eighth of all else."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +40,18 @@ class Segment:
 
 @dataclass(frozen=True)
 class Packed:
-    """A micro-batch of `rows` packed rows of equal length.
+    """A micro-batch of `rows` rows of equal length.
 
     tokens, positions   (rows, length)  padding comes last and counts on
-    segment, member     (rows, length)  who a token belongs to; member -1 is the prompt, segment -1 is padding
+    member              (rows, length)  whose response a token belongs to; -1 is the prompt, and padding
     predict             (sampled,)      flat places whose hidden state predicts the sampled tokens
     targets             (sampled,)      the sampled tokens themselves
     source, offset      (sampled,)      the trajectory's index in the batch, and the token's place in its response
-    causal              whether every row is one sequence, so that nothing but what came before is to be masked
+    causal              whether every row is one sequence, so that nothing but what comes later is to be masked
     """
 
     tokens: Ints
     positions: Ints
-    segment: Ints
     member: Ints
     predict: Ints
     targets: Ints
@@ -63,11 +60,10 @@ class Packed:
     causal: bool
 
     def attention(self) -> NDArray[np.bool_]:
-        """(rows, length, length): True where a token may attend; padding attends to itself, so no row is empty."""
+        """(rows, length, length): True where a token may attend. Padding comes last, so nothing else attends to it."""
         causal = np.tril(np.ones((self.tokens.shape[1],) * 2, np.bool_))
-        together = self.segment[:, :, None] == self.segment[:, None, :]
-        readable = (self.member[:, None, :] == -1) | (self.member[:, :, None] == self.member[:, None, :])
-        return causal & together & readable
+        readable = (self.member[:, None, :] == PAD) | (self.member[:, :, None] == self.member[:, None, :])
+        return causal & readable
 
 
 def split(segment: Segment, pairs: int) -> list[Segment]:
@@ -93,81 +89,63 @@ def split(segment: Segment, pairs: int) -> list[Segment]:
     return [Segment(segment.prompt, sorted(piece, key=lambda member: member.index)) for piece in pieces]
 
 
-def fill(segments: list[Segment], capacity: int, most: int) -> tuple[list[list[Segment]], list[Segment]]:
-    """At most `most` rows of at most `capacity` tokens, first fit in the order given; and the segments left over."""
-    rows: list[list[Segment]] = []
-    room: list[int] = []
-    left: list[Segment] = []
-    for segment in segments:
-        place = next((i for i, free in enumerate(room) if free >= segment.size), None)
-        if place is not None:
-            rows[place].append(segment)
-            room[place] -= segment.size
-        elif len(rows) < most:
-            rows.append([segment])
-            room.append(capacity - segment.size)
-        else:
-            left.append(segment)
-    return rows, left
-
-
-def pack(segments: list[Segment], *, tokens: int, pairs: int = 4096) -> list[Packed]:
+def pack(segments: list[Segment], *, tokens: int, pairs: int = 4096, light: int = 128) -> list[Packed]:
     """Micro-batches of at most `tokens` packed tokens (one row at least), the longest rows first; see `split`.
 
-    The rows of a micro-batch are as long as the longest piece that is left, so that lengths in it are alike.
+    A row is a piece; the rows of a micro-batch are as long as its longest. Of all ways to cut the pieces, ordered by
+    length, into micro-batches the one with the fewest tokens is taken, where each micro-batch counts as `light` more.
     """
-    left = sorted((piece for segment in segments for piece in split(segment, pairs)), key=lambda piece: -piece.size)
+    pieces = sorted((piece for segment in segments for piece in split(segment, pairs)), key=lambda piece: -piece.size)
+    sizes = [piece.size for piece in pieces]
+    count = len(pieces)
+    best, ends = np.zeros(count + 1), [0] * count
+    for start in range(count - 1, -1, -1):
+        rows = np.arange(1, min(max(1, tokens // sizes[start]), count - start) + 1)
+        cost = rows * sizes[start] + light + best[start + rows]
+        chosen = int(cost.argmin())
+        best[start], ends[start] = cost[chosen], start + chosen + 1
     out: list[Packed] = []
-    while left:
-        capacity = left[0].size
-        most = max(1, tokens // capacity)
-        # Where attention is dear, a row that is not full is cheaper than one in which it is not causal.
-        rows, left = (
-            fill(left, capacity, most) if capacity * DEAR <= pairs else ([[s] for s in left[:most]], left[most:])
-        )
-        out.append(_stack(rows))
+    start = 0
+    while start < count:
+        out.append(_stack(pieces[start : ends[start]]))
+        start = ends[start]
     return out
 
 
-def _stack(rows: list[list[Segment]]) -> Packed:
-    length = max(sum(segment.size for segment in row) for row in rows)
+def _stack(rows: list[Segment]) -> Packed:
+    length = max(segment.size for segment in rows)
     shape = (len(rows), length)
     tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    owner, member_of = np.full(shape, PAD, np.int64), np.full(shape, PAD, np.int64)
+    member_of = np.full(shape, PAD, np.int64)
     predict: list[Ints] = []
     targets: list[Ints] = []
     source: list[Ints] = []
     offset: list[Ints] = []
-    for r, row in enumerate(rows):
-        at = 0
-        for s, segment in enumerate(row):
-            prompt = segment.prompt.size
-            tokens[r, at : at + prompt] = segment.prompt
-            positions[r, at : at + prompt] = np.arange(prompt)
-            owner[r, at : at + segment.size] = s
-            last_of_prompt = r * length + at + prompt - 1
-            at += prompt
-            for m, member in enumerate(segment.members):
-                size = member.response.size
-                span = slice(at, at + size)
-                tokens[r, span] = member.response
-                positions[r, span] = prompt + np.arange(size)
-                member_of[r, span] = m
-                # The first sampled token is predicted by the prompt's last, the others by the one before.
-                predict.append(np.concatenate([[last_of_prompt], r * length + at + np.arange(size - 1)]))
-                targets.append(member.response)
-                source.append(np.full(size, member.index))
-                offset.append(np.arange(size))
-                at += size
+    for r, segment in enumerate(rows):
+        at = segment.prompt.size
+        tokens[r, :at] = segment.prompt
+        positions[r, :at] = np.arange(at)
+        last_of_prompt = r * length + at - 1
+        for m, member in enumerate(segment.members):
+            size = member.response.size
+            span = slice(at, at + size)
+            tokens[r, span] = member.response
+            positions[r, span] = segment.prompt.size + np.arange(size)
+            member_of[r, span] = m
+            # The first sampled token is predicted by the prompt's last, the others by the one before.
+            predict.append(np.concatenate([[last_of_prompt], r * length + at + np.arange(size - 1)]))
+            targets.append(member.response)
+            source.append(np.full(size, member.index))
+            offset.append(np.arange(size))
+            at += size
         positions[r, at:] = positions[r, at - 1] + 1 + np.arange(length - at)
     return Packed(
         tokens,
         positions,
-        owner,
         member_of,
         np.concatenate(predict),
         np.concatenate(targets),
         np.concatenate(source),
         np.concatenate(offset),
-        all(len(row) == 1 and len(row[0].members) == 1 for row in rows),
+        all(len(segment.members) == 1 for segment in rows),
     )

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
@@ -25,8 +26,10 @@ from async_rl.learner import sequence
 from async_rl.learner.kernels import fuse
 from async_rl.learner.logprobs import ENTROPY_EVERY, token_logprobs
 from async_rl.learner.mesh import Mesh, Part
-from async_rl.learner.packing import Packed
+from async_rl.learner.packing import PAD, Packed
 from async_rl.learner.tensor import parallelize
+
+FLEX = "flex_attention"
 
 
 class Scores(NamedTuple):
@@ -78,7 +81,7 @@ class States(NamedTuple):
     whole: Callable[[Tensor], Tensor]
 
 
-def states(trunk: nn.Module, packed: Packed, part: Part | None, device: torch.device) -> States:
+def states(trunk: PreTrainedModel, packed: Packed, part: Part | None, device: torch.device) -> States:
     """Of a trunk's forward pass; `part` is this rank's of every row, None for all of it."""
     shared: dict[str, Part] = {}
     if part is None:
@@ -92,11 +95,31 @@ def states(trunk: nn.Module, packed: Packed, part: Part | None, device: torch.de
     tokens, positions, predict, targets = (
         torch.from_numpy(array).to(device) for array in (mine.tokens, mine.positions, mine.predict, mine.targets)
     )
-    attention = None if packed.causal else torch.from_numpy(packed.attention()).to(device)[:, None]
+    attention = attended(packed, device, flex=trunk.config._attn_implementation == FLEX)
     hidden = trunk(
         input_ids=tokens, position_ids=positions, attention_mask=attention, use_cache=False, **shared
     ).last_hidden_state
     return States(hidden.reshape(-1, hidden.shape[-1])[predict], targets, whole)
+
+
+def attended(packed: Packed, device: torch.device, *, flex: bool) -> Tensor | BlockMask | None:
+    """What each token may attend to, as the model takes it; None if that is all before it."""
+    if packed.causal:
+        return None
+    if not flex:
+        return torch.from_numpy(packed.attention()).to(device)[:, None]
+    member = torch.from_numpy(packed.member).to(device)
+
+    def allowed(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & ((member[row, key] == PAD) | (member[row, query] == member[row, key]))
+
+    rows, length = packed.tokens.shape
+    return create_block_mask(allowed, rows, None, length, length, device=str(device))
+
+
+def attention_of(wanted: str, device: torch.device) -> str:
+    """transformers' name for `learner.attention`."""
+    return FLEX if wanted == "flex" or (wanted == "auto" and device.type == "cuda") else "sdpa"
 
 
 def _itself(column: Tensor) -> Tensor:
@@ -111,10 +134,11 @@ def load(
     entropy_every: int = ENTROPY_EVERY,
     lora: LoraConfig | None = None,
     fused: bool = False,
+    attention: str = "sdpa",
 ) -> Policy:
     """The model of a resolved path with float32 master weights; under fresh adapters if `lora` has a rank, with `fused`
     kernels where there are some."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention)
     model.eval()  # no dropout: a log-prob is a number; gradients do not need training mode
     if fused:
         fuse(model, device)
@@ -188,9 +212,9 @@ def value_head(model: PreTrainedModel) -> nn.Linear:
     return head
 
 
-def load_value_model(path: str, device: torch.device) -> ValueModel:
+def load_value_model(path: str, device: torch.device, attention: str = "sdpa") -> ValueModel:
     """A value model whose trunk is that of the model of a resolved path, with float32 master weights."""
-    trunk = AutoModel.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+    trunk = AutoModel.from_pretrained(path, dtype=torch.float32, attn_implementation=attention)
     return ValueModel(trunk.to(device).eval())
 
 

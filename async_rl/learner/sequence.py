@@ -67,7 +67,6 @@ def padded(packed: Packed, size: int) -> Packed:
     return Packed(
         np.pad(packed.tokens, wide),
         np.concatenate([packed.positions, packed.positions[:, -1:] + 1 + np.arange(more)], axis=1),
-        np.pad(packed.segment, wide, constant_values=-1),
         np.pad(packed.member, wide, constant_values=-1),
         row * (length + more) + column,
         packed.targets,

@@ -30,6 +30,8 @@ from staleness.corrections import Sequences, Tokens, m2_keep
 from staleness.proximal import loglinear
 
 DEFAULT_TOKENS = 4096
+LIGHT_CPU, LIGHT_GPU = 128, 2048
+"""What a forward and backward pass costs beside its tokens, in tokens: reading the weights; or starting kernels."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class Stepper:
         configured = config.learner.micro_batch_tokens
         self._tokens = tokens or (DEFAULT_TOKENS if configured == "auto" else configured)
         self._pairs = pairs_per_token(models.policy.model.config.hidden_size)
+        self._light = LIGHT_CPU if self._device.type == "cpu" else LIGHT_GPU
 
     def step(self, share: Share, *, rate: float) -> StepResult:
         """`rate`: learning rate of the policy in this step."""
@@ -115,7 +118,7 @@ class Stepper:
 
     def _micro_batches(self, segments: list[Segment]) -> list[Packed]:
         """This rank's micro-batches, as many on every rank: the collectives of FSDP must meet."""
-        micro = pack(segments, tokens=self._tokens, pairs=self._pairs)
+        micro = pack(segments, tokens=self._tokens, pairs=self._pairs, light=self._light)
         count = torch.tensor(len(micro), device=self._device)
         dist.all_reduce(count, dist.ReduceOp.MAX)
         return micro + [_empty()] * (int(count) - len(micro))

@@ -12,7 +12,7 @@ LEAST = {"quickstart-float32": 2.4, "quickstart-bfloat16": 1.8, "mixed-float32":
 
 
 def main() -> None:
-    report = learner.run("smollm2-135m", list(LEAST), repeat=5)
+    report = learner.run("smollm2-135m", list(LEAST), repeat=3)
     bars: dict[str, bool] = {}
     for result in report.results:
         least = LEAST[result.shape]

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from async_rl.config import parse
 from async_rl.learner.batch import Plan, share
 from async_rl.learner.kernels import fuse
 from async_rl.learner.logprobs import token_logprobs
-from async_rl.learner.packing import Member, Segment, fill, pack, split
-from async_rl.learner.policy import Policy, load
+from async_rl.learner.packing import Member, Segment, pack, split
+from async_rl.learner.policy import Policy, attended, attention_of, load
 from buffers import messages as m
 from staleness.versions import INJECTED
 
@@ -71,17 +73,28 @@ def test_logprobs_and_gradients_equal_the_padded_ones(policy: Policy, tokens: in
 
 def test_every_token_is_packed_once_and_rows_fit() -> None:
     found = segments(seed=3, groups=20)
-    capacity = max(segment.size for segment in found)
-    rows, left = fill(found, capacity, 3)
-    assert sum(len(row) for row in rows) + len(left) == 20
-    assert len(rows) == 3
-    assert all(sum(segment.size for segment in row) <= capacity for row in rows)
-    packed = pack(found, tokens=3 * capacity)
-    assert all(part.tokens.size <= 3 * capacity for part in packed)
-    assert sum(int((part.segment >= 0).sum()) for part in packed) == sum(segment.size for segment in found)
+    longest = max(segment.size for segment in found)
+    packed = pack(found, tokens=3 * longest)
+    assert all(part.tokens.size <= 3 * longest for part in packed)
+    assert [part.tokens.shape[1] for part in packed] == sorted((p.tokens.shape[1] for p in packed), reverse=True)
     places = {(int(s), int(o)) for part in packed for s, o in zip(part.source, part.offset, strict=True)}
     assert len(places) == sum(part.targets.size for part in packed)
     assert len(places) == sum(member.response.size for segment in found for member in segment.members)
+
+
+def test_micro_batches_are_cut_where_it_costs_least() -> None:
+    """Against every way to cut ten rows."""
+    sizes = [90, 80, 79, 40, 39, 12, 11, 10, 9, 3]
+    found = [Segment(np.zeros(size - 1, np.int64), [Member(i, np.zeros(1, np.int64))]) for i, size in enumerate(sizes)]
+    for tokens, light in ((90, 5), (200, 0), (200, 30), (1000, 10), (1000, 10_000)):
+        packed = pack(found, tokens=tokens, light=light)
+        costs = []
+        for cuts in range(1 << 9):
+            ends = [i for i in range(1, 10) if cuts >> (i - 1) & 1]
+            parts = [(start, end - start) for start, end in pairwise([0, *ends, 10])]
+            if all(rows == 1 or rows * sizes[start] <= tokens for start, rows in parts):
+                costs.append(sum(rows * sizes[start] + light for start, rows in parts))
+        assert sum(part.tokens.size + light for part in packed) == min(costs)
 
 
 def test_short_groups_stay_together_and_long_responses_have_rows_of_their_own() -> None:
@@ -186,3 +199,23 @@ def test_kernels_are_fused_on_gpus_only(tiny_model: Path, monkeypatch: pytest.Mo
     assert asked == []
     assert fuse(model, torch.device("cuda"))
     assert asked == [{"model": model, "cross_entropy": False, "fused_linear_cross_entropy": False}]
+
+
+def test_flex_attention_masks_and_scores_like_the_dense_mask(tiny_model: Path) -> None:
+    packed = next(each for each in pack(segments(), tokens=4096) if not each.causal)
+    block = attended(packed, torch.device("cpu"), flex=True)
+    assert isinstance(block, BlockMask)
+    rows, length = packed.tokens.shape
+    dense = create_mask(block.mask_mod, rows, 1, length, length, device="cpu")
+    assert np.array_equal(dense[:, 0].numpy(), packed.attention())
+    with torch.no_grad():  # on a CPU flex has no backward pass
+        flex, sdpa = (
+            load(str(tiny_model), 1.0, torch.device("cpu"), attention=how)(packed).logprobs
+            for how in ("flex_attention", "sdpa")
+        )
+    torch.testing.assert_close(flex, sdpa, atol=1e-5, rtol=1e-5)
+
+
+def test_flex_is_for_gpus() -> None:
+    assert attention_of("auto", torch.device("cpu")) == "sdpa"
+    assert attention_of("auto", torch.device("cuda")) == attention_of("flex", torch.device("cpu")) == "flex_attention"

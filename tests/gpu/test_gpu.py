@@ -38,3 +38,15 @@ def test_logprobs_and_gradients_on_a_gpu_are_those_of_the_cpu(tiny_model: Path) 
         results.append([logprobs.detach().cpu(), *gradients])
     for cpu, gpu in zip(*results, strict=True):
         torch.testing.assert_close(cpu, gpu, atol=1e-4, rtol=1e-3)
+
+
+def test_flex_attention_has_the_gradients_of_sdpa(tiny_model: Path) -> None:
+    results = []
+    for attention in ("sdpa", "flex_attention"):
+        policy = load(str(tiny_model), 1.0, torch.device("cuda"), attention=attention)
+        packed = next(each for each in pack(segments(), tokens=4096) if not each.causal)
+        logprobs = policy(packed).logprobs
+        logprobs.sum().backward()
+        results.append([logprobs.detach(), *(parameter.grad for parameter in policy.parameters())])
+    for sdpa, flex in zip(*results, strict=True):
+        torch.testing.assert_close(sdpa, flex, atol=1e-4, rtol=1e-3)

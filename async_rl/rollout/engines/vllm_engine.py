@@ -79,6 +79,8 @@ class VllmEngine:
             weight_transfer_config=WeightTransferConfig(backend=BACKEND),
             enable_lora=bool(lora.rank),
             max_lora_rank=next(rank for rank in RANKS if rank >= lora.rank),
+            # Without it vLLM wraps the head too, and then cannot score prompts.
+            lora_target_modules=adapters.targets(self._model, lora) if lora.rank else None,
         )
         self._engine = AsyncLLM.from_engine_args(arguments)
         self._watch(self._engine)
