@@ -165,16 +165,20 @@ class Learner:
         if self.config.learner.lora.rank:
             weights = [weight for name, weight in model.named_parameters() if name.endswith(adapters.B)]
             before = [weight.clone() for weight in weights]
-            torch._foreach_add_(weights, 0.02)
+            for weight in weights:
+                weight.add_(0.02)
             yield
-            torch._foreach_copy_(weights, before)
+            for weight, as_it_was in zip(weights, before, strict=True):
+                weight.copy_(as_it_was)
             return
         embeddings = [model.get_input_embeddings().weight]
         if not self.models.tied:
             embeddings.append(model.get_output_embeddings().weight)
-        torch._foreach_mul_(embeddings, 0.5)
+        for weight in embeddings:
+            weight.mul_(0.5)
         yield
-        torch._foreach_mul_(embeddings, 2.0)
+        for weight in embeddings:
+            weight.mul_(2.0)
 
     def _commit(self, planned: Plan, *, changed: bool) -> None:
         if self.rank == 0:

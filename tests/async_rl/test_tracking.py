@@ -16,7 +16,7 @@ def record(step: int, **more: object) -> metrics.Record:
     base = {
         "step": step, "time": 100.0 + 10 * step, "reward": step / 10, "samples": 8, "samples_backward": 4, "tokens": 80,
         "tokens_trainable": 40, "age_mean": 1.0, "age_max": 2, "wait_s": 1.0, "train_s": 4.0, "publish_s": 1.0,
-        "buffer_tokens": 100 * step, "skipped": 0,
+        "published_bytes": 400, "buffer_tokens": 100 * step, "skipped": 0,
     }  # fmt: skip
     return base | more  # type: ignore[return-value]
 
