@@ -57,22 +57,23 @@ def build(config: Config, path: str, device: torch.device) -> Models:
     algorithm, temperature = config.algorithm, config.rollout.temperature
     every, lora = 1 if algorithm.entropy else ENTROPY_EVERY, config.learner.lora
     fused, attention = config.learner.fused_kernels, attention_of(config.learner.attention, device)
-    policy = load(path, temperature, device, entropy_every=every, lora=lora, fused=fused, attention=attention)
+    hollow = mesh.shards.size() > 1 and not lora.rank and not config.learner.offload
+    policy = load(
+        path, temperature, device, entropy_every=every, lora=lora, fused=fused, attention=attention, hollow=hollow
+    )
     tied = tied_names(policy.model)
     if algorithm.critic and algorithm.value.trunk == "shared":
         policy.value_head = value_head(policy.model)
-    shard(policy, mesh, config.learner)
+    shard(policy, mesh, config.learner, path)
     reference = critic = None
     if algorithm.kl.coefficient and lora.rank:
         reference = policy
     elif algorithm.kl.coefficient:
-        reference = load(path, temperature, device, fused=fused, attention=attention).requires_grad_(
-            requires_grad=False
-        )
-        shard(reference, mesh, config.learner)
+        reference = load(path, temperature, device, fused=fused, attention=attention, hollow=hollow)
+        shard(reference.requires_grad_(requires_grad=False), mesh, config.learner, path)
     if algorithm.critic and algorithm.value.trunk == "own":
-        value = load_value_model(path, device, attention)
-        shard(value, mesh, config.learner)
+        value = load_value_model(path, device, attention, hollow=hollow)
+        shard(value, mesh, config.learner, path)
         critic = Critic(value, adamw(value.parameters(), config.learner, algorithm.value.learning_rate))
     optimizer = adamw(policy.parameters(), config.learner, config.learner.learning_rate)
     return Models(mesh, policy, optimizer, reference, critic, tied)

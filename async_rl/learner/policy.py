@@ -18,11 +18,11 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 
 from async_rl import adapters
 from async_rl.config import LearnerConfig, LoraConfig
-from async_rl.learner import sequence
+from async_rl.learner import loading, sequence
 from async_rl.learner.kernels import fuse
 from async_rl.learner.logprobs import ENTROPY_EVERY, token_logprobs
 from async_rl.learner.mesh import Mesh, Part
@@ -135,21 +135,27 @@ def load(
     lora: LoraConfig | None = None,
     fused: bool = False,
     attention: str = "sdpa",
+    hollow: bool = False,
 ) -> Policy:
     """The model of a resolved path with float32 master weights; under fresh adapters if `lora` has a rank, with `fused`
-    kernels where there are some."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention)
-    model.eval()  # no dropout: a log-prob is a number; gradients do not need training mode
+    kernels where there are some. A `hollow` one, if that can be, has weights only after `shard`."""
+    model = (loading.hollow(path, attention) if hollow else None) or loading.whole(path, attention)
     if fused:
         fuse(model, device)
     if lora is not None and lora.rank:
         adapters.inject(model, lora)
-    return Policy(model.to(device), temperature, entropy_every=entropy_every)
+    policy = Policy(_on(model, device), temperature, entropy_every=entropy_every)
+    policy.device = device
+    return policy
 
 
-def shard(module: Policy | ValueModel, mesh: Mesh, learner: LearnerConfig) -> None:
+def _on(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    return model if next(model.parameters()).is_meta else model.to(device)
+
+
+def shard(module: Policy | ValueModel, mesh: Mesh, learner: LearnerConfig, path: str) -> None:
     """FSDP2 over the mesh: each layer its own unit, compute in `learner.dtype`, gradients reduced in float32. Before
-    that the matrices are split and the rows shared, if ranks do so."""
+    that the matrices are split and the rows shared, if ranks do so; after it a hollow model is filled from `path`."""
     if mesh.tensor is not None:
         module.summed = parallelize(module.model, mesh.tensor)
     if mesh.sequence is not None:
@@ -168,6 +174,8 @@ def shard(module: Policy | ValueModel, mesh: Mesh, learner: LearnerConfig) -> No
             reshard_after_forward=mesh.shards.size() > 1,
             offload_policy=CPUOffloadPolicy() if learner.offload else OffloadPolicy(),
         )
+    if any(parameter.is_meta for parameter in module.parameters()):
+        loading.fill(module, module.model, path, module.device)
 
 
 def recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -212,10 +220,12 @@ def value_head(model: PreTrainedModel) -> nn.Linear:
     return head
 
 
-def load_value_model(path: str, device: torch.device, attention: str = "sdpa") -> ValueModel:
-    """A value model whose trunk is that of the model of a resolved path, with float32 master weights."""
-    trunk = AutoModel.from_pretrained(path, dtype=torch.float32, attn_implementation=attention)
-    return ValueModel(trunk.to(device).eval())
+def load_value_model(path: str, device: torch.device, attention: str = "sdpa", *, hollow: bool = False) -> ValueModel:
+    """A value model whose trunk is that of the model of a resolved path, with float32 master weights; see `load`."""
+    trunk = loading.hollow(path, attention, AutoModel) if hollow else None
+    value = ValueModel(_on(trunk or loading.whole(path, attention, AutoModel), device))
+    value.device = device
+    return value
 
 
 def layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from itertools import product
 from pathlib import Path
 
@@ -10,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModel, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from async_rl.config import Config, check, parse
 from async_rl.errors import ConfigError
-from async_rl.learner import checkpoint, sequence
+from async_rl.learner import checkpoint, loading, sequence
 from async_rl.learner.batch import plan, share
 from async_rl.learner.models import build
 from async_rl.learner.packing import pack
@@ -130,3 +131,19 @@ def test_ranks_that_do_not_fit_the_layout_are_refused() -> None:
 def test_the_styles_of_common_plans_are_known() -> None:
     for config in (LlamaConfig(), MistralConfig(), Qwen2Config(), Qwen3Config()):
         assert set(config.base_model_tp_plan.values()) <= {*SPLIT, SUMMED}
+
+
+def test_a_hollow_model_has_everything_but_weights(tiny_model: Path, tmp_path: Path) -> None:
+    """The layouts of several shards above begin with one, each rank reading its part."""
+    whole, hollow = loading.whole(str(tiny_model), "sdpa"), loading.hollow(str(tiny_model), "sdpa")
+    assert hollow is not None
+    assert all(parameter.is_meta for parameter in hollow.parameters())
+    assert [name for name, _ in hollow.named_parameters()] == [name for name, _ in whole.named_parameters()]
+    assert hollow.generation_config.to_dict() == whole.generation_config.to_dict()
+    for one, two in zip(hollow.buffers(), whole.buffers(), strict=True):
+        torch.testing.assert_close(one, two)
+    assert not hollow.training
+    trunk = loading.hollow(str(tiny_model), "sdpa", AutoModel)
+    assert trunk is not None
+    shutil.copy(tiny_model / "config.json", tmp_path)  # no weights
+    assert loading.hollow(str(tmp_path), "sdpa") is None
