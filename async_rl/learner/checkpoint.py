@@ -58,16 +58,21 @@ class Checkpoints:
         )
         self._writing: tuple[Future[Any], State] | None = None
         self._first = dist.get_rank() == 0
+        self._saved = {found.step for found in state.complete(folder)}
         if self._first:
-            for broken in (*folder.glob("*.partial"), *folder.glob("*.old")):
+            for broken in folder.glob("*.partial"):
                 shutil.rmtree(broken) if broken.is_dir() else broken.unlink()
 
     def save(self, reached: State) -> State | None:
         """Copies the parts as they are now and returns; a thread writes the copy.
 
-        Waits for the checkpoint before this one, and returns what has become durable by that, as `wait` does.
+        Waits for the checkpoint before this one, and returns what has become durable by that, as `wait` does. A step
+        that has a checkpoint gets no other: nothing was trained in between, and what is complete is never touched.
         """
         durable = self.wait()
+        if reached.step in self._saved:
+            return durable
+        self._saved.add(reached.step)
         partial = self._partial(reached)
         future = dcp.async_save(
             _tree(self._parts), checkpoint_id=partial, process_group=self._group, async_stager=self._stager
@@ -103,11 +108,9 @@ class Checkpoints:
         final = partial.with_suffix("")
         disk.write(partial / state.STATE, msgspec.json.encode(reached))
         disk.sync(partial)
-        old = final.with_suffix(".old")
         if final.exists():
-            final.rename(old)
+            shutil.rmtree(final)  # without a readable state: `save` has looked
         partial.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
         pointer = self._folder / f"{state.LATEST}.partial"
         disk.write(pointer, final.name.encode())
         pointer.rename(self._folder / state.LATEST)

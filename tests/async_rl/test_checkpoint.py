@@ -112,6 +112,28 @@ def on_two(number: int, model: Path, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def test_a_complete_checkpoint_is_never_written_again_a_damaged_one_is(tiny_model: Path, tmp_path: Path) -> None:
+    with one_rank():
+        built = models(tiny_model)
+        checkpoints = writer(tmp_path, built)
+        checkpoints.save(state.State(1, 0, "x"))
+        checkpoints.wait()
+        first = numbers(built)
+        step(built, 1.0)
+        for again in (checkpoints, writer(tmp_path, built)):  # the same life, and the next
+            again.save(state.State(1, 0, "y"))
+            assert again.wait() is None
+        fresh = models(tiny_model)
+        step(fresh, -1.0)
+        checkpoint.restore(tmp_path / state.folder_name(1), fresh.parts())
+        weights = {name for name in first if name.endswith("weight")}
+        assert same({name: first[name] for name in weights}, {name: numbers(fresh)[name] for name in weights})
+        (tmp_path / state.folder_name(1) / "state.json").write_text("{")
+        later = writer(tmp_path, built)
+        later.save(state.State(1, 0, "z"))
+        assert later.wait() == state.State(1, 0, "z")
+
+
 def test_saved_on_one_rank_loaded_on_two_and_the_reverse(tiny_model: Path, tmp_path: Path) -> None:
     """failures.md 28."""
     with one_rank():
