@@ -144,8 +144,8 @@ class Store:
             discarded_tokens=tally.discarded_tokens,
             expired_lengths=list(tally.expired_lengths),
             version=-1 if self.version is None else self.version,
-            worker_busy_s=sum(busy for busy, _ in self.usage.values()),
-            worker_overhead_s=sum(overhead for _, overhead in self.usage.values()),
+            worker_busy_s=sum((busy for busy, _ in self.usage.values()), 0.0),
+            worker_overhead_s=sum((overhead for _, overhead in self.usage.values()), 0.0),
             last_error=tally.last_error,
             **self.counts,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 import time
@@ -32,6 +33,21 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return tree
 
 
+def killed_three_times(config: Path, folder: Path, steps: tuple[int, ...]) -> None:
+    """A little after each of these steps; runs to the end all the same."""
+    rng = random.Random(0)
+    for reached in steps:
+        resume = ["--resume", folder.name] if folder.exists() else []
+        started = runs.start(config, "--name", folder.name, *resume)
+        started.until(lambda reached=reached: len(metrics.read(folder)) >= reached)
+        time.sleep(rng.random() / 4)
+        started.process.send_signal(signal.SIGKILL)
+        started.process.wait()
+        runs.nothing_left(folder, shared_memory=False)
+    code, out, _ = runs.train(config, "--resume", folder.name)
+    assert code == 0, out
+
+
 @pytest.mark.timeout(400)
 def test_killed_three_times_the_run_ends_with_the_same_bits(tiny_model: Path, tmp_path: Path) -> None:
     settings = {
@@ -44,16 +60,7 @@ def test_killed_three_times_the_run_ends_with_the_same_bits(tiny_model: Path, tm
     once, killed = (tmp_path / "runs" / name for name in ("once", "killed"))
     code, out, _ = runs.train(config, "--name", "once")
     assert code == 0, out
-    rng = random.Random(0)
-    for reached in (3, 6, 9):
-        started = runs.start(config, "--name", "killed", *(["--resume", "killed"] if reached > 3 else []))
-        started.until(lambda reached=reached: len(metrics.read(killed)) >= reached)
-        time.sleep(rng.random() / 4)
-        started.process.send_signal(signal.SIGKILL)
-        started.process.wait()
-        runs.nothing_left(killed, shared_memory=False)
-    code, out, _ = runs.train(config, "--resume", "killed")
-    assert code == 0, out
+    killed_three_times(config, killed, (3, 6, 9))
     first, second = weights(once), weights(killed)
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -61,3 +68,18 @@ def test_killed_three_times_the_run_ends_with_the_same_bits(tiny_model: Path, tm
     for one, two in zip(metrics.read(once), metrics.read(killed), strict=True):
         assert {name: one[name] for name in SAME} == {name: two[name] for name in SAME}
     assert runs.adds_up(killed).tickets.trained == 8 * STEPS
+
+
+@pytest.mark.timeout(400)
+def test_killed_three_times_at_a_staleness_of_two_the_accounts_are_exact(tiny_model: Path, tmp_path: Path) -> None:
+    """Which token meets which weights is up to the clock; that every sample is trained on once is not."""
+    learner = {"learning_rate": 1e-3, "dtype": "float32", "checkpoint_every": 2}
+    config = runs.config(tiny_model, tmp_path, **{"steps": 40, "learner": learner})
+    killed = tmp_path / "runs" / "killed"
+    killed_three_times(config, killed, (4, 12, 20))
+    records = metrics.read(killed)
+    assert [record["step"] for record in records] == list(range(1, 41))
+    assert max(record["age_max"] for record in records) <= 2
+    result = runs.adds_up(killed)
+    assert (result.tickets.trained, result.tickets.failed) == (8 * 40, 0)
+    assert len(json.loads((killed / "lineage.json").read_text())) == 3

@@ -40,7 +40,7 @@ MUTATIONS = [
     ),
     Mutation(
         "leaked lease", Offering, "give_back",
-        "for lease in [lease for lease in self.leases.values() if of_holder(lease.holder)]:",
+        "for lease in [lease for lease in reversed(self.leases.values()) if of_holder(lease.holder)]:",
         "for lease in list(self.leases.values())[1:]:",
     ),
     Mutation(
