@@ -81,4 +81,4 @@ def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], lora: LoraConfig)
     }
     folder.mkdir(parents=True, exist_ok=True)
     save_file(named, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps(described | {"target_modules": targets}))
+    (folder / "adapter_config.json").write_text(json.dumps(described))

@@ -248,6 +248,12 @@ def _deterministic(config: Config) -> None:
                 f"Set {path}={wanted[0]}, or leave deterministic out",
             )  # fmt: skip
 
+    if config.staleness.controller.target_ess is not None:
+        raise ConfigError(
+            "staleness.controller.target_ess", config.staleness.controller.target_ess,
+            "no checkpoint has what the controller has come to, so that a restore would go on otherwise",
+            "Leave it out, or deterministic",
+        )  # fmt: skip
     if config.learner.micro_batch_tokens == "auto":
         raise ConfigError(
             "learner.micro_batch_tokens", "auto", "free memory would decide in what order gradients are added up",

@@ -120,7 +120,7 @@ def _run_train(args: argparse.Namespace) -> int:
         path = sources.resolve(config.data.path, source.parent)
         config = msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, path=str(path)))
     resumed = _resumed(args.resume, config)
-    if args.resume == "auto" and resumed and _reached(resumed) >= config.steps:
+    if args.resume == "auto" and resumed and not args.dry_run and _reached(resumed) >= config.steps:
         print(f"note: it has reached step {_reached(resumed)}; there is nothing to do", file=sys.stderr)
         return 0
     check(config, resumed)
@@ -151,9 +151,10 @@ def _resumed(run: str | None, config: Config) -> Path | None:
     """The folder to go on in; None for a new run."""
     if run != "auto":
         return folders.old(run, config.folder) if run else None
-    found = [folder for folder in folders.of_name(config) if state.latest(folder / "checkpoints")]
-    print(f"note: --resume auto {f'goes on with {found[-1]}' if found else 'begins a new run'}", file=sys.stderr)
-    return found[-1] if found else None
+    newest = next(reversed(folders.of_name(config)), None)
+    found = newest if newest and state.latest(newest / "checkpoints") else None
+    print(f"note: --resume auto {f'goes on with {found}' if found else 'begins a new run'}", file=sys.stderr)
+    return found
 
 
 def _reached(run: Path) -> int:
@@ -179,6 +180,12 @@ def check(config: Config, resumed: Path | None) -> None:
             f"the data set has changed: the checkpoint was trained on {found[1].fingerprint}, this is "
             f"{sources.fingerprint(train)}",
             "Resume with the data and data settings of the run, or start a new run",
+        )  # fmt: skip
+    before = configuration.load(resumed / "config.yaml").learner.lora
+    if config.learner.lora != before:
+        raise ConfigError(
+            "learner.lora", config.learner.lora, f"the checkpoint was trained with {before}",
+            "Resume with the same, or start a new run from an export",
         )  # fmt: skip
     if config.buffer.durability == "none" and (resumed / "journal").exists():
         raise ConfigError(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -56,7 +56,8 @@ class Checkpoints:
                 use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
             )
         )
-        self._writing: tuple[Future[Any], State] | None = None
+        self._finisher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: tuple[Future[None], State] | None = None
         self._first = dist.get_rank() == 0
         self._saved = {found.step for found in state.complete(folder)}
         if self._first:
@@ -74,10 +75,13 @@ class Checkpoints:
             return durable
         self._saved.add(reached.step)
         partial = self._partial(reached)
-        future = dcp.async_save(
-            _tree(self._parts), checkpoint_id=partial, process_group=self._group, async_stager=self._stager
+        written = cast(
+            "Future[Any]",
+            dcp.async_save(
+                _tree(self._parts), checkpoint_id=partial, process_group=self._group, async_stager=self._stager
+            ),
         )
-        self._writing = cast("Future[Any]", future), reached
+        self._writing = self._finisher.submit(self._complete, written, reached), reached
         return durable
 
     def finished(self) -> State | None:
@@ -90,20 +94,23 @@ class Checkpoints:
         """Waits for the checkpoint that is being written, if there is one; raises what went wrong with it."""
         if self._writing is None:
             return None
-        (future, reached), self._writing = self._writing, None
-        future.result()  # rank 0 has it when every rank has written
-        if not self._first:
-            return None
-        self._complete(reached)
-        return reached
+        (done, reached), self._writing = self._writing, None
+        done.result()
+        return reached if self._first else None
 
     def close(self) -> None:
+        self._finisher.shutdown()
         self._stager.close()
 
     def _partial(self, reached: State) -> Path:
         return self._folder / f"{state.folder_name(reached.step)}.partial"
 
-    def _complete(self, reached: State) -> None:
+    def _complete(self, written: Future[Any], reached: State) -> None:
+        """Once every rank has written, which rank 0 is told of, the checkpoint gets its name; the learner need not be
+        between two steps for that."""
+        written.result()
+        if not self._first:
+            return
         partial = self._partial(reached)
         final = partial.with_suffix("")
         disk.write(partial / state.STATE, msgspec.json.encode(reached))
@@ -116,19 +123,28 @@ class Checkpoints:
         pointer.rename(self._folder / state.LATEST)
         disk.sync(self._folder)
         for step in state.superfluous(state.complete(self._folder), last=self._keep_last, best=self._keep_best):
-            shutil.rmtree(self._folder / state.folder_name(step))
+            going = self._folder / f"{state.folder_name(step)}.partial"
+            going.with_suffix("").rename(going)  # half removed it must not look complete
+            shutil.rmtree(going)
 
 
 def _tree(parts: Mapping[str, Part]) -> dict[str, Any]:
     """What is stored of each part; the dictionaries are those that loading fills."""
     tree: dict[str, Any] = {}
     for name, part in parts.items():
+        fresh = not part.optimizer.state
         weights, moments = get_state_dict(part.module, part.optimizer, options=TRAINED)
-        # A frozen tied tensor is in it under its second name.
-        frozen = {name for name, each in part.module.named_parameters(remove_duplicate=False) if not each.requires_grad}
-        weights = {name: tensor for name, tensor in weights.items() if name not in frozen}
-        tree[name] = {"weights": weights, "optimizer": moments}
+        if fresh:  # torch has made the moments by a step without a gradient, which Adam must not count
+            for moment in part.optimizer.state.values():
+                moment["step"].zero_()
+        tree[name] = {"weights": trained_only(part.module, weights), "optimizer": moments}
     return tree
+
+
+def trained_only(module: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what is frozen; torch leaves a frozen tied tensor in under its second name."""
+    frozen = {name for name, each in module.named_parameters(remove_duplicate=False) if not each.requires_grad}
+    return {name: tensor for name, tensor in weights.items() if name not in frozen}
 
 
 def restore(path: Path, parts: Mapping[str, Part]) -> None:

@@ -25,20 +25,25 @@ from async_rl import config as configuration
 from async_rl.config import Config
 from async_rl.errors import ConfigError
 from async_rl.learner import state
-from async_rl.learner.checkpoint import TRAINED, full_tensors
+from async_rl.learner.checkpoint import TRAINED, full_tensors, trained_only
 from async_rl.learner.policy import Policy, load
 from async_rl.tokenizer import tokenizer_of
 from async_rl.tracking.metrics import Record, read
 
 SHARD = "5GB"
-SIZE = re.compile(r"[1-9]\d*[KMG]i?B")
+SIZE = re.compile(r"[1-9]\d*[KMGT]B")
 DTYPES = ("bfloat16", "float16", "float32")
 
 
 def export_live(run: Path, policy: Policy, config: Config, step: int) -> None:
     """The sharded policy in bfloat16 into `run`/model; every rank calls this."""
-    tensors = _merged({name: tensor.cpu() for name, tensor in full_tensors(policy)}, config, torch.bfloat16)
+    dtype = torch.float32 if config.learner.lora.rank else torch.bfloat16  # to be merged before it is rounded
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in full_tensors(policy):
+        if dist.get_rank() == 0:
+            tensors[name] = tensor.to("cpu", dtype)
     if dist.get_rank() == 0:
+        tensors = _merged(tensors, config, torch.bfloat16)
         write(run / "model", policy.model, tensors, config, card(config, step, read(run)))
     dist.barrier()
 
@@ -51,7 +56,7 @@ def export(run: Path, step: int | None, output: Path | None, dtype: str, shard: 
     if output.exists() and any(output.iterdir()):
         raise ConfigError("--output", str(output), "it exists and is not empty", "Give another folder or remove it")
     policy = load(model.resolve(config.model.path), 1.0, torch.device("cpu"), lora=config.learner.lora)
-    tree = {"policy": {"weights": get_model_state_dict(policy, options=TRAINED)}}
+    tree = {"policy": {"weights": trained_only(policy, get_model_state_dict(policy, options=TRAINED))}}
     dcp.load(tree, checkpoint_id=path, no_dist=True)
     policy.load_state_dict(tree["policy"]["weights"], strict=False)
     tensors = _merged(dict(full_tensors(policy)), config, getattr(torch, dtype))

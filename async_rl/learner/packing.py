@@ -42,7 +42,8 @@ class Segment:
 class Packed:
     """A micro-batch of `rows` rows of equal length.
 
-    tokens, positions   (rows, length)  padding comes last and counts on
+    tokens, positions   (rows, length)  padding comes last; it counts on where rows are single sequences, and stays at
+                        the last position where a row is longer than any sequence
     member              (rows, length)  whose response a token belongs to; -1 is the prompt, and padding
     predict             (sampled,)      flat places whose hidden state predicts the sampled tokens
     targets             (sampled,)      the sampled tokens themselves
@@ -114,6 +115,7 @@ def pack(segments: list[Segment], *, tokens: int, pairs: int = 4096, light: int 
 
 def _stack(rows: list[Segment]) -> Packed:
     length = max(segment.size for segment in rows)
+    causal = all(len(segment.members) == 1 for segment in rows)
     shape = (len(rows), length)
     tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     member_of = np.full(shape, PAD, np.int64)
@@ -138,7 +140,7 @@ def _stack(rows: list[Segment]) -> Packed:
             source.append(np.full(size, member.index))
             offset.append(np.arange(size))
             at += size
-        positions[r, at:] = positions[r, at - 1] + 1 + np.arange(length - at)
+        positions[r, at:] = positions[r, at - 1] + (1 + np.arange(length - at)) * causal
     return Packed(
         tokens,
         positions,
@@ -147,5 +149,5 @@ def _stack(rows: list[Segment]) -> Packed:
         np.concatenate(targets),
         np.concatenate(source),
         np.concatenate(offset),
-        all(len(segment.members) == 1 for segment in rows),
+        causal,
     )

@@ -101,10 +101,10 @@ class Learner:
             if self.step % self.config.learner.checkpoint_every == 0 and self.step < self.config.steps:
                 self._save()
         self._save()
-        with self.timeline.span("export"):
-            export_live(self.run.folder, self.policy, self.config, self.step)
         with self.timeline.span("finish checkpoint"):
             self._durable(self.checkpoints.wait())
+        with self.timeline.span("export"):
+            export_live(self.run.folder, self.policy, self.config, self.step)
 
     # --- the parts of a step -----------------------------------------------------------------------------------
 
@@ -305,6 +305,7 @@ def _device(rank: int, wanted: str) -> torch.device:
 
 def main() -> None:
     run = process.start("learner")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms ask for it
     os.environ.update(RANK=str(run.rank), WORLD_SIZE=str(run.config.learner.ranks), LOCAL_RANK=str(run.rank))
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.manual_seed(run.config.seed)

@@ -112,6 +112,22 @@ def on_two(number: int, model: Path, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def test_a_checkpoint_before_the_first_step_changes_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    """Moments are made for it by a step that Adam must not count."""
+    with one_rank():
+        saved, plain = models(tiny_model), models(tiny_model)
+        checkpoints = writer(tmp_path, saved)
+        checkpoints.save(state.State(0, 0, "x"))
+        checkpoints.wait()
+        restored = models(tiny_model)
+        checkpoint.restore(tmp_path / state.folder_name(0), restored.parts())
+        for each in (saved, plain, restored):
+            step(each, 1.0)
+            step(each, -0.5)
+        assert same(numbers(saved), numbers(plain))
+        assert same(numbers(restored), numbers(plain))
+
+
 def test_a_complete_checkpoint_is_never_written_again_a_damaged_one_is(tiny_model: Path, tmp_path: Path) -> None:
     with one_rank():
         built = models(tiny_model)

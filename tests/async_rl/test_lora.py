@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+import yaml
+from msgspec import to_builtins
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
@@ -15,9 +17,11 @@ from async_rl import adapters
 from async_rl.config import Config, LoraConfig, check, parse
 from async_rl.errors import ConfigError
 from async_rl.learner import checkpoint, export, state
+from async_rl.learner.models import build
 from async_rl.learner.packing import pack
 from async_rl.learner.policy import Policy, load
 from async_rl.lockstep import Lockstep, Problem, one_rank
+from async_rl.rollout.engines.decoder import Decoder
 from tests.async_rl.test_packing import segments
 
 LORA = LoraConfig(rank=4, alpha=8)
@@ -133,6 +137,38 @@ def test_an_export_is_merged(tiny_model: Path) -> None:
     layer = policy.model.get_submodule(weight.removesuffix(".weight"))
     product = layer.lora_B.default.weight @ layer.lora_A.default.weight  # type: ignore[union-attr]
     np.testing.assert_allclose(merged[weight], (before + 2 * product).detach(), rtol=1e-6, atol=1e-7)  # pyright: ignore
+
+
+def test_a_checkpoint_of_adapters_is_exported_merged(tiny_model: Path, tmp_path: Path) -> None:
+    """On a tied model, whose frozen head has a second name."""
+    config = settings(tiny_model)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(yaml.safe_dump(to_builtins(config)))
+    with one_rank():
+        models = build(config, str(tiny_model), torch.device("cpu"))
+        with torch.no_grad():
+            for name, parameter in models.policy.named_parameters():
+                if name.endswith(adapters.B):
+                    parameter.fill_(0.1)
+        tensors = {name: tensor.clone() for name, tensor in checkpoint.full_tensors(models.policy)}
+        checkpoints = checkpoint.Checkpoints(run / "checkpoints", models.parts(), keep_last=1, keep_best=False)
+        checkpoints.save(state.State(3, 0, "x"))
+        checkpoints.wait()
+    folder = export.export(run, None, None, "float32", "5GB")
+    exported = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    merged = adapters.merged(tensors, config.learner.lora)
+    assert exported.keys() == merged.keys()
+    for name, tensor in merged.items():
+        torch.testing.assert_close(exported[name].detach(), tensor)
+
+
+def test_an_engine_rounds_weights_and_no_buffers(tiny_model: Path) -> None:
+    rollout = settings(tiny_model, rollout={"dtype": "bfloat16", "slots": 1}).rollout
+    plain, adapted = (Decoder(str(tiny_model), rollout, length=64, seed=0, lora=lora) for lora in (None, LORA))
+    assert {parameter.dtype for parameter in adapted._model.parameters()} == {torch.bfloat16}
+    for one, two in zip(plain._model.buffers(), adapted._model.buffers(), strict=True):
+        torch.testing.assert_close(one, two, atol=0, rtol=0)
 
 
 def test_what_an_adapter_cannot_be_is_refused(tiny_model: Path) -> None:

@@ -98,7 +98,8 @@ class Decoder:
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
         if lora is not None and lora.rank:
             adapters.inject(self._model, lora)
-            self._model.to(dtype)
+            for parameter in self._model.parameters():  # not the buffers, which a cast of the model would round too
+                parameter.data = parameter.data.to(dtype)
         config = self._model.config
         self.length = min(length, config.max_position_embeddings)
         self.version = 0
