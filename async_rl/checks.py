@@ -224,6 +224,12 @@ def _lora(config: Config) -> None:
         raise ConfigError(
             "learner.lora.rank", lora.rank, f"engines take adapters up to {WIDEST_ADAPTER} wide", "Lower it"
         )
+    whole = [name for name in lora.targets if name in ("lm_head", "embed_tokens", "wte", "embed_out")]
+    if whole:
+        raise ConfigError(
+            "learner.lora.targets", lora.targets, f"{whole[0]} is used as a matrix, which no adapter reaches",
+            "Name layers of the decoder, or none for all of them",
+        )  # fmt: skip
     if lora.rank and config.learner.parallel.tensor > 1:
         raise ConfigError(
             "learner.lora.rank", lora.rank, "the layers of an adapter are in no tensor-parallel plan",
@@ -247,7 +253,6 @@ def _deterministic(config: Config) -> None:
                 path, value, "the clock would decide what is trained on, and deterministic: true leaves it nothing",
                 f"Set {path}={wanted[0]}, or leave deterministic out",
             )  # fmt: skip
-
     if config.staleness.controller.target_ess is not None:
         raise ConfigError(
             "staleness.controller.target_ess", config.staleness.controller.target_ess,
@@ -262,22 +267,10 @@ def _deterministic(config: Config) -> None:
 
 
 def _attention(config: Config) -> None:
-    if config.learner.attention == "flex" and config.launch.device == "cpu":
-        raise ConfigError(
-            "learner.attention", "flex", "it has no backward pass on a CPU", "Use auto, which takes it on GPUs"
-        )
     if config.learner.attention == "flex" and config.learner.parallel.sequence > 1:
         raise ConfigError(
             "learner.attention", "flex", "ranks that share sequences have an attention of their own", "Use auto"
         )
-
-
-def _memory(config: Config) -> None:
-    if config.learner.offload and config.launch.device == "cpu":
-        raise ConfigError(
-            "learner.offload", True, "launch.device: cpu keeps everything in the host's memory as it is",
-            "Leave it out",
-        )  # fmt: skip
 
 
 def _run(config: Config) -> None:
@@ -293,9 +286,7 @@ def _run(config: Config) -> None:
 
 CHECKS: list[Callable[[Config], None]] = [
     _batch, _groups, _segments, _addresses, _learning, _sampling, _data, _environment, _rewards, _parallel, _lora,
-    _memory,
-    _attention,
-    _deterministic, _run,
+    _attention, _deterministic, _run,
 ]  # fmt: skip
 
 

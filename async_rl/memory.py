@@ -63,6 +63,8 @@ def read(path: str) -> Model | None:
         told = json.loads((folder / "config.json").read_text())
         heads, width = told["num_attention_heads"], told["hidden_size"]
         each = told.get("head_dim") or width // heads
+        if not files(folder):
+            return None
         return Model(
             parameters(path),
             told["num_hidden_layers"],
@@ -77,6 +79,16 @@ def read(path: str) -> Model | None:
         return None
 
 
+def window(path: str) -> int | None:
+    """The sliding window that attention of a model keeps to, if it does."""
+    try:
+        told = json.loads((Path(path) / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    told = told.get("text_config", told)
+    return told.get("sliding_window") if told.get("use_sliding_window", True) else None
+
+
 def parameters(path: str) -> int:
     """Of the safetensors files of a model's folder."""
     return sum(math.prod(shape) for shape in shapes(path).values())
@@ -85,12 +97,20 @@ def parameters(path: str) -> int:
 def shapes(path: str) -> dict[str, list[int]]:
     """Of the tensors in the safetensors files of a folder; a header is JSON behind eight bytes of length."""
     found: dict[str, list[int]] = {}
-    for file in sorted(Path(path).glob("*.safetensors")):
+    for file in files(Path(path)):
         with file.open("rb") as data:
             (length,) = struct.unpack("<Q", data.read(8))
             header = json.loads(data.read(length))
         found |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
     return found
+
+
+def files(folder: Path) -> list[Path]:
+    """The safetensors files that a model is loaded from: those of its index, if it has one."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    return sorted(folder.glob("model*.safetensors"))
 
 
 def learner(model: Model, config: Config) -> Wanted:
@@ -99,7 +119,7 @@ def learner(model: Model, config: Config) -> Wanted:
 
     Activations are those that a gated decoder layer keeps for its backward pass: the inputs of two norms, of the
     projections and of the activation, queries, keys, values and the result of attention; with `learner.recompute` only
-    the input of each layer, and all of one layer's.
+    the input of each layer, and all of one layer's. With `learner.offload` what is not in use is not on the device.
     """
     settings, parallel = config.learner, config.learner.parallel
     shards = settings.ranks // (parallel.replicas * parallel.tensor)
@@ -118,12 +138,13 @@ def learner(model: Model, config: Config) -> Wanted:
     copies = 2 if extra else 1
     layer = size * (6 * model.width + 2 * model.heads_width + 2 * model.kv_width + 4 * model.inner) // parallel.tensor
     kept = model.layers * layer if not settings.recompute else model.layers * size * model.width + layer
+    kept_here = 0 if settings.offload else 1
     return Wanted(
-        weights=copies * 4 * mine // shards + (4 * trained // shards if settings.lora.rank else 0),
+        weights=kept_here * (copies * 4 * mine // shards + (4 * trained // shards if settings.lora.rank else 0)),
         gradients=copies * 4 * (whole if not alone else trained),
-        moments=copies * 8 * trained // shards,
+        moments=kept_here * copies * 8 * trained // shards,
         gathered=copies * gathered,
-        frozen=frozen,
+        frozen=kept_here * frozen,
         logits=LOGITS * 4 * CHUNK * model.vocabulary + (0 if settings.lora.rank else 4 * model.head),
         per_token=kept // parallel.sequence,
     )
@@ -147,7 +168,7 @@ def micro_batch(model: Model, config: Config, *, free: int, longest: int) -> int
         raise ConfigError(
             "learner.micro_batch_tokens", "auto",
             f"a row of {longest} tokens wants {show(wanted.total(longest))} and {SPARE:.0%} of {show(free)} is free",
-            "Use more learner.ranks, learner.recompute, learner.reshard, learner.lora, or shorter responses",
+            "Use more learner.ranks, learner.recompute, .reshard, .offload or .lora, or shorter responses",
         )  # fmt: skip
     return min(MOST_TOKENS, tokens)
 

@@ -141,7 +141,7 @@ def _memory(config: Config) -> list[str]:
     free = devices.memory_each(config)
     tokens = config.learner.micro_batch_tokens
     if tokens == "auto":
-        longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+        longest = config.rollout.max_tokens
         tokens = 4096 if free is None else memory.micro_batch(described, config, free=free, longest=longest)
     lines = memory.table(described, config, tokens)
     return lines if free is None else [*lines, f"free for each rank: {memory.show(free)}"]
@@ -164,8 +164,9 @@ def _reached(run: Path) -> int:
 
 def check(config: Config, resumed: Path | None) -> None:
     """What can be known to be wrong before anything starts: model, devices, data, and whether a resumed run fits."""
-    model.resolve(config.model.path)
+    path = model.resolve(config.model.path)
     devices.check(config, len(devices.gpus_here()))
+    _check_model(config, path)
     _check_memory(config)
     train, _ = sources.split(sources.rows(config.data), config.data)
     sources.check_size(config, len(train))
@@ -198,6 +199,26 @@ def check(config: Config, resumed: Path | None) -> None:
         )
 
 
+def _check_model(config: Config, path: str) -> None:
+    """What its files tell of a model, if they are on this disk."""
+    layers = {name.split(".")[-2] for name in memory.shapes(path) if ".layers." in name}
+    unknown = [name for name in config.learner.lora.targets if layers and name not in layers]
+    if unknown:
+        raise ConfigError(
+            "learner.lora.targets", config.learner.lora.targets, f"the layers of the model have no {unknown[0]}",
+            f"Choose from {', '.join(sorted(name for name in layers if 'norm' not in name))}",
+        )  # fmt: skip
+    window = memory.window(path)
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    if window is not None and window < longest:
+        raise ConfigError(
+            "rollout.max_tokens", config.rollout.max_tokens,
+            f"with data.max_prompt_tokens = {config.data.max_prompt_tokens} a sequence may be longer than the model's "
+            f"sliding window of {window}, which packed rows do not keep to",
+            f"Let both come to at most {window}",
+        )  # fmt: skip
+
+
 def _check_memory(config: Config) -> None:
     """Refuses what cannot fit, however small a micro-batch is."""
     described, free = memory.read(model.resolve(config.model.path)), devices.memory_each(config)
@@ -209,8 +230,10 @@ def _check_memory(config: Config) -> None:
             "model.path", config.model.path,
             f"a learner rank wants {memory.show(least)} for weights, gradients and moments, and has "
             f"{memory.show(free)}",
-            "Use more learner.ranks, learner.reshard or learner.lora.rank, or a smaller model",
+            "Use more learner.ranks, learner.reshard, .offload or .lora.rank, or a smaller model",
         )  # fmt: skip
+    if config.learner.micro_batch_tokens == "auto":
+        memory.micro_batch(described, config, free=free, longest=config.rollout.max_tokens)
 
 
 # --- the other commands ------------------------------------------------------------------------------------------

@@ -43,7 +43,14 @@ def memory_each(config: Config) -> int | None:
 
 
 def check(config: Config, gpus: int) -> None:
-    """Refuses a request for GPUs that are not there, and pools that would have to share what there is."""
+    """Refuses a request for GPUs that are not there, what only they can do, and pools that would have to share them."""
+    if config.launch.device == "cpu" or not gpus:
+        for path, value, why in (
+            ("learner.attention", config.learner.attention == "flex", "flex attention has no backward pass on a CPU"),
+            ("learner.offload", config.learner.offload, "everything is in the host's memory as it is"),
+        ):
+            if value:
+                raise ConfigError(path, getattr(config.learner, path.split(".")[1]), why, "Leave it out without a GPU")
     wanted = config.rollout.workers + config.learner.ranks
     if (config.launch.device == "cuda" or (config.launch.device == "auto" and gpus)) and gpus < wanted:
         raise ConfigError(

@@ -48,10 +48,11 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         hidden, head, targets, normalisers, entropies = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_head = torch.zeros_like(head, dtype=torch.float32)
+        # A head that is frozen, or a base under adapters, needs none.
+        grad_head = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for start in range(0, targets.numel(), CHUNK):
             part = slice(start, start + CHUNK)
             last = start + CHUNK >= targets.numel()
@@ -68,9 +69,10 @@ class _TokenLogprobs(torch.autograd.Function):
                 slope += push
             slope = slope.div_(ctx.temperature).to(hidden.dtype)
             grad_hidden[part] = slope @ head
-            grad_head += (slope.T @ hidden[part]).float()
+            if grad_head is not None:
+                grad_head += (slope.T @ hidden[part]).float()
         ctx.last = None
-        return grad_hidden, grad_head.to(head.dtype), None, None, None, None
+        return grad_hidden, None if grad_head is None else grad_head.to(head.dtype), None, None, None, None
 
 
 def token_logprobs(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +39,25 @@ def test_parameters_are_counted_from_the_files(tiny_model: Path) -> None:
     policy = load(str(tiny_model), 1.0, torch.device("cpu"))
     assert described(tiny_model).parameters == sum(each.numel() for each in policy.parameters())
     assert memory.read("owner/name") is None
+
+
+def test_only_the_files_of_a_models_index_count(tiny_model: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(tiny_model / name, tmp_path)
+    shutil.copy(tiny_model / "model.safetensors", tmp_path / "consolidated.safetensors")
+    assert described(tmp_path) == described(tiny_model)
+    index = {"weight_map": {"a": "part-1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.copy(tiny_model / "model.safetensors", tmp_path / "part-1.safetensors")
+    assert described(tmp_path) == described(tiny_model)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    (tmp_path / "model.safetensors").unlink()
+    assert memory.read(str(tmp_path)) is None
+
+
+def test_what_is_offloaded_is_not_on_the_device(tiny_model: Path) -> None:
+    here, there = (memory.learner(described(tiny_model), settings(offload=flag)) for flag in (False, True))
+    assert (there.weights, there.moments, there.gradients) == (0, 0, here.gradients)
 
 
 def kept(model: Path, config: Config, tokens: int) -> int:

@@ -126,6 +126,30 @@ def test_nothing_to_train_on_is_no_micro_batch() -> None:
     assert pack([], tokens=100) == []
 
 
+def test_a_frozen_head_gets_no_gradient_and_the_states_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("async_rl.learner.logprobs.CHUNK", 7)
+    torch.manual_seed(0)
+    hidden, head = torch.randn(20, 8), torch.randn(30, 8)
+    targets = torch.randint(0, 30, (20,))
+    gradients = []
+    for trained in (True, False):
+        states = hidden.clone().requires_grad_()
+        weight = head.clone().requires_grad_(trained)
+        token_logprobs(states, weight, targets, 1.0)[0].sum().backward()
+        assert (weight.grad is not None) == trained
+        gradients.append(states.grad)
+    assert torch.equal(*gradients)  # type: ignore[arg-type]
+
+
+def test_padding_stays_within_the_positions_of_a_model(policy: Policy) -> None:
+    shared = Segment(np.zeros(4, np.int64), [Member(i, np.zeros(6, np.int64)) for i in range(5)])
+    alone = Segment(np.zeros(4, np.int64), [Member(9, np.zeros(6, np.int64))])
+    (packed,) = pack([shared, alone], tokens=100, light=1000)
+    assert not packed.causal
+    assert packed.tokens.shape == (2, 34)
+    assert packed.positions.max() == 9
+
+
 def test_chunked_logprobs_and_their_gradients_equal_full_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("async_rl.learner.logprobs.CHUNK", 7)
     torch.manual_seed(0)

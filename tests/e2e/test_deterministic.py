@@ -81,8 +81,7 @@ def test_killed_three_times_at_a_staleness_of_two_the_accounts_are_exact(tiny_mo
     assert [record["step"] for record in records] == list(range(1, 41))
     assert max(record["age_max"] for record in records) <= 2
     result = runs.adds_up(killed)
-    # A restore may leave a group with fewer fresh members: then a batch of whole groups is larger than eight.
-    samples = [record["samples"] for record in records]
-    assert min(samples) >= 8
-    assert (result.tickets.trained, result.tickets.failed) == (sum(samples), 0)
+    # A restore may leave a group with fewer fresh members: then a batch of whole groups is not eight.
+    trained = sum(record["samples"] for record in records)
+    assert (result.tickets.trained, result.tickets.failed) == (trained, 0)
     assert len(json.loads((killed / "lineage.json").read_text())) == 3
