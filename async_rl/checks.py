@@ -273,6 +273,20 @@ def _attention(config: Config) -> None:
         )
 
 
+def _emulation(config: Config) -> None:
+    emulation = config.emulation
+    if config.rollout.engine == "emulated" and not (emulation.tokens_per_s and emulation.mean_tokens):
+        raise ConfigError(
+            "rollout.engine", "emulated", "nothing says how fast and how long it would generate",
+            "Set emulation.tokens_per_s and emulation.mean_tokens",
+        )  # fmt: skip
+    if emulation.train_s and config.rollout.engine != "emulated":
+        raise ConfigError(
+            "emulation.train_s", emulation.train_s, "the learner would train nothing on what a real engine generates",
+            "Set rollout.engine=emulated too",
+        )  # fmt: skip
+
+
 def _run(config: Config) -> None:
     if config.launch.placement == "colocated":
         raise ConfigError(
@@ -286,7 +300,7 @@ def _run(config: Config) -> None:
 
 CHECKS: list[Callable[[Config], None]] = [
     _batch, _groups, _segments, _addresses, _learning, _sampling, _data, _environment, _rewards, _parallel, _lora,
-    _attention, _deterministic, _run,
+    _attention, _deterministic, _emulation, _run,
 ]  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from msgspec import Meta, Struct
 from async_rl.algorithms import presets
 from async_rl.algorithms.config import AlgorithmConfig
 from async_rl.checks import check, notes
+from async_rl.emulation import EmulationConfig
 from async_rl.environments.config import EnvironmentConfig
 from async_rl.errors import ConfigError
 from async_rl.rewards.config import RewardConfig
@@ -85,8 +86,8 @@ class RolloutConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     workers: PositiveInt = 1
     """Rollout worker processes."""
-    engine: Literal["auto", "vllm", "torch"] = "auto"
-    """`auto` takes vLLM if it is installed."""
+    engine: Literal["auto", "vllm", "torch", "emulated"] = "auto"
+    """`auto` takes vLLM if it is installed; `emulated` generates nothing, at the pace that `emulation` says."""
     slots: PositiveInt = 64
     """Trajectories that one worker generates at once."""
     max_tokens: PositiveInt = 16
@@ -249,6 +250,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     weights: WeightsConfig = WeightsConfig()
     tracking: TrackingConfig = TrackingConfig()
     launch: LaunchConfig = LaunchConfig()
+    emulation: EmulationConfig = EmulationConfig()
 
 
 PRESETS = Path(__file__).resolve().parent.parent / "configs"

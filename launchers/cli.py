@@ -14,6 +14,7 @@ import msgspec
 from async_rl import config as configuration
 from async_rl import memory, model
 from async_rl.algorithms import presets
+from async_rl.benchmarks import overlap
 from async_rl.config import Config
 from async_rl.data import sources
 from async_rl.errors import AsyncRLError, ConfigError
@@ -406,6 +407,9 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     learner.add_argument("--model", default="smollm2-135m", metavar="PATH", help="model (default: smollm2-135m)")
     learner.add_argument("--repeat", type=int, default=3, metavar="N", help="measured turns (default: 3)")
     learner.set_defaults(command=_bench_learner)
+
+    overlap.arguments(actions.add_parser("overlap", help="asynchronous against synchronous, on emulated devices"))
+    actions.choices["overlap"].set_defaults(command=overlap.command)
 
 
 def _bench_learner(args: argparse.Namespace) -> int:

@@ -10,6 +10,6 @@ import pytest
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the tiny model of `tests/tiny.py`."""
-    from tests import tiny
+    from async_rl.benchmarks import tiny
 
     return tiny.make(tmp_path_factory.mktemp("model") / "tiny")

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from async_rl.learner import state
 from async_rl.learner.policy import Policy
@@ -53,10 +54,11 @@ class Checkpoints:
         self._group = dist.new_group(backend="gloo")
         self._stager = DefaultStager(
             StagingOptions(
-                use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+                use_pinned_memory=False, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=False
             )
         )
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._copying: Future[None] | None = None
         self._writing: tuple[Future[None], State] | None = None
         self._first = dist.get_rank() == 0
         self._saved = {found.step for found in state.complete(folder)}
@@ -65,7 +67,8 @@ class Checkpoints:
                 shutil.rmtree(broken) if broken.is_dir() else broken.unlink()
 
     def save(self, reached: State) -> State | None:
-        """Copies the parts as they are now and returns; a thread writes the copy.
+        """Begins to copy the parts as they are now and returns; threads finish the copy and write it. Nothing may
+        change them before `copied` has returned.
 
         Waits for the checkpoint before this one, and returns what has become durable by that, as `wait` does. A step
         that has a checkpoint gets no other: nothing was trained in between, and what is complete is never touched.
@@ -75,14 +78,24 @@ class Checkpoints:
             return durable
         self._saved.add(reached.step)
         partial = self._partial(reached)
-        written = cast(
-            "Future[Any]",
-            dcp.async_save(
-                _tree(self._parts), checkpoint_id=partial, process_group=self._group, async_stager=self._stager
-            ),
+        saving = dcp.async_save(
+            _tree(self._parts), checkpoint_id=partial, process_group=self._group, async_stager=self._stager
         )
-        self._writing = self._finisher.submit(self._complete, written, reached), reached
+        assert isinstance(saving, AsyncSaveResponse)
+        self._copying = saving.staging_completion
+        self._writing = self._finisher.submit(self._complete, saving.upload_completion, reached), reached
         return durable
+
+    @property
+    def copying(self) -> bool:
+        return self._copying is not None
+
+    def copied(self) -> None:
+        """Waits for the copy that `save` has begun. An optimizer step changes the parts, a forward or backward pass
+        does not: so the copy is taken while those run."""
+        if self._copying is not None:
+            self._copying.result()
+            self._copying = None
 
     def finished(self) -> State | None:
         """What has become durable since the last call, on rank 0; never waits."""

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from urllib.parse import quote
 
 import numpy as np
 import psutil
@@ -21,6 +20,7 @@ from async_rl import adapters, memory, model, process
 from async_rl.data.prompts import Prompts
 from async_rl.learner import checkpoint, state
 from async_rl.learner.batch import Plan, Share, ages_of, plan, share
+from async_rl.learner.emulated import EmulatedStepper
 from async_rl.learner.export import export_live
 from async_rl.learner.models import build
 from async_rl.learner.packing import Member, Segment, pack
@@ -59,7 +59,8 @@ class Learner:
         self.step, self.cursor = self._restore()
         self.control = Control(self.config.staleness.max_staleness)
         models = self.models
-        self.stepper = Stepper(models, self.config, tokens)
+        emulated = self.config.emulation.train_s
+        self.stepper = EmulatedStepper(emulated) if emulated else Stepper(models, self.config, tokens, self._copied)
         self.checkpoints = checkpoint.Checkpoints(
             run.folder / "checkpoints",
             models.parts(),
@@ -239,6 +240,12 @@ class Learner:
             durable = self.checkpoints.save(state.State(self.step, self.cursor, self.prompts.fingerprint, reward))
         self._durable(durable)
 
+    def _copied(self) -> None:
+        """Waits until a checkpoint that is being taken has its copy of what the optimizer is about to change."""
+        if self.checkpoints.copying:
+            with self.timeline.span("checkpoint copy"):
+                self.checkpoints.copied()
+
     def _durable(self, saved: state.State | None) -> None:
         """What a checkpoint on disk contains, the buffer may forget."""
         if saved is not None:
@@ -261,6 +268,7 @@ class Learner:
         self.control = controlled(self.control, parts, self.config.staleness)
         if batch is not None:
             times = {"wait_s": started - waited, "train_s": trained - started, "publish_s": published - trained}
+            times["cpu_s"] = time.process_time()
             line = report(planned, batch, parts, self.config, times, self.control)
             line["published_bytes"] = self.published_bytes if result is not None else 0
             self.metrics.write({"step": self.step, "time": published, **line})
@@ -313,7 +321,8 @@ def main() -> None:
     on_gpu = run.config.launch.device != "cpu" and torch.cuda.is_available()
     dist.init_process_group(
         "cuda:nccl,cpu:gloo" if on_gpu else "gloo",
-        init_method=f"file://{quote(str((run.folder / 'rendezvous').resolve()))}",
+        # Not by URL: torch does not undo the quoting of every character.
+        store=dist.FileStore(str((run.folder / "rendezvous").resolve()), run.config.learner.ranks),
         rank=run.rank,
         world_size=run.config.learner.ranks,
         # Ranks wait for rank 0 as long as generation takes; the supervisor notices who is dead.

@@ -92,8 +92,16 @@ def learning_rate(base: float, warmup_steps: int, step: int) -> float:
 class Stepper:
     """Trains a policy, and its value model if it has one; every rank calls `step` with its share of the batch."""
 
-    def __init__(self, models: Models, config: Config, tokens: int | None = None) -> None:
-        """`tokens` of a micro-batch, in place of `learner.micro_batch_tokens: auto`."""
+    def __init__(
+        self,
+        models: Models,
+        config: Config,
+        tokens: int | None = None,
+        before_update: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`tokens` of a micro-batch, in place of `learner.micro_batch_tokens: auto`. `before_update` is called when
+        gradients are there and nothing has changed yet."""
+        self._before_update = before_update
         self._policy, self._optimizer = models.policy, models.optimizer
         self._reference, self._critic = models.reference, models.critic
         self._config, self._mesh = config, models.mesh
@@ -291,6 +299,7 @@ class Stepper:
         norm = clip(module.parameters(), self._config.learner.clip_norm)
         if not math.isfinite(norm):
             raise FloatingPointError(f"the gradient norm is {norm}; the weights are unchanged")
+        self._before_update()
         optimizer.step()
         optimizer.zero_grad()
         return norm

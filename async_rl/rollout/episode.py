@@ -21,6 +21,10 @@ def unheard(_tokens: list[int], _logprobs: list[float], _versions: list[int]) ->
     """Of a response that is not trained on."""
 
 
+def unwatched(_state: str) -> None:
+    """Nobody asks what goes on."""
+
+
 @dataclass
 class Talk:
     """How text becomes tokens and back. `stops` end a turn."""
@@ -53,14 +57,21 @@ class Played:
 class Episode:
     """Plays a ticket to its end. A prefix of an earlier attempt is replayed to the environment first.
 
-    `seed` is that of its samples; None leaves them to the engine.
+    `seed` is that of its samples; None leaves them to the engine. `doing` hears who is at work, `generate` or
+    `environment`.
     """
 
     def __init__(
-        self, ticket: m.Ticket, engine: Engine, talk: Talk, environment: Environment | None, seed: int | None = None
+        self,
+        ticket: m.Ticket,
+        engine: Engine,
+        talk: Talk,
+        environment: Environment | None,
+        seed: int | None = None,
+        doing: Callable[[str], None] = unwatched,
     ) -> None:
         self._ticket, self._engine, self._talk, self._environment = ticket, engine, talk, environment
-        self._sample_seed = seed
+        self._sample_seed, self._doing = seed, doing
         self._limit = len(ticket.prefix) + ticket.max_tokens
         self._state = anchor("")
         self._turn = 0
@@ -110,12 +121,15 @@ class Episode:
         self._turn, self._state = len(played.tokens), anchor(text)
 
     async def _ask(self, function: Callable[..., Any], argument: object) -> Any:
+        self._doing("environment")
         try:
             return await asyncio.wait_for(asyncio.to_thread(function, argument), self._talk.time_limit_s)
         except TimeoutError as error:
             raise EnvironmentFailed(f"the environment did not answer within {self._talk.time_limit_s:g} s") from error
         except Exception as error:
             raise EnvironmentFailed(f"the environment failed: {error!r}") from error
+        finally:
+            self._doing("generate")
 
     async def _generate(self, played: Played, emit: Emit, *, greedy: bool) -> str:
         """One turn of the engine; returns how it ended."""

@@ -12,7 +12,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import msgspec
@@ -29,11 +30,13 @@ from async_rl.rewards.runner import Rewards
 from async_rl.rewards.shaping import shaped
 from async_rl.rollout.engines import make
 from async_rl.rollout.engines.protocol import Engine
-from async_rl.rollout.episode import Episode, Played, Talk
+from async_rl.rollout.episode import Episode, Played, Talk, unwatched
 from async_rl.rollout.seeds import mix
 from async_rl.rollout.streamer import Streamer
 from async_rl.tokenizer import tokenizer_of
+from async_rl.tracking.slots import Slots
 from async_rl.tracking.timeline import BusyMeter, Timeline
+from async_rl.tracking.usage import Usage
 from async_rl.weights.receiver import Receiver
 from buffers import messages as m
 from buffers.client import AsyncClient, Meter, read_endpoint
@@ -76,12 +79,17 @@ class Worker:
         self.talk = talk(self.tokenizer, config.environment)
         self.timeline = Timeline(run.folder, run.name)
         self.busy = BusyMeter(self.timeline, "generate")
+        self.slots = Slots(config.rollout.slots, time.monotonic())
+        self.usage = Usage(run.folder, run.name)
         self.applied = asyncio.Condition()
         self.version: int | None = None
         self.news: asyncio.Queue[m.News] = asyncio.Queue()
 
     async def main(self) -> None:
         """Runs until cancelled; the first task that fails ends the worker with its error."""
+        # Every trajectory may wait for its environment at once.
+        threads = ThreadPoolExecutor(self.config.rollout.slots + 4, thread_name_prefix="environment")
+        asyncio.get_running_loop().set_default_executor(threads)
         await self.engine.start()
         await self.client.hello()
         async with asyncio.TaskGroup() as tasks:
@@ -119,6 +127,7 @@ class Worker:
         while True:
             await asyncio.sleep(nap)
             self.busy.tick()
+            self.usage.note(lambda: self.slots.seconds(time.monotonic()))
             if self.streamer.due(time.monotonic()):
                 await self._flush()
 
@@ -157,6 +166,7 @@ class Worker:
     async def _pull(self) -> None:
         start = time.time()
         receipt = await self.receiver.pull(self._applied)
+        self.slots.paused(receipt.pause_s, time.monotonic())
         self.timeline.add(f"update to {show(receipt.version)}", start, start + receipt.pause_s)
         probed = "" if receipt.probe_error is None else f", probe differs by {receipt.probe_error:.4f}"
         print(f"version {show(receipt.version)} applied in {receipt.pause_s:.2f} s{probed}", flush=True)
@@ -170,14 +180,19 @@ class Worker:
 
     async def _trajectory(self, ticket: m.Ticket) -> None:
         """Waits for `min_version`, streams the response, scores it, reports how it ended."""
-        async with self.applied:
-            await self.applied.wait_for(lambda: self.version is not None and self.version >= ticket.min_version)
+        with self.slots.taken("wait for weights", time.monotonic) as doing:
+            async with self.applied:
+                await self.applied.wait_for(lambda: self.version is not None and self.version >= ticket.min_version)
+            await self._generated(ticket, doing)
+
+    async def _generated(self, ticket: m.Ticket, doing: Callable[[str], None]) -> None:
         self.streamer.open(ticket.id, ticket.attempt, len(ticket.prefix))
         # With `remax` one member of a group finds out what the greedy response is worth.
         asked = self.config.algorithm.advantage == "remax" and ticket.member == 0
         greedy = asyncio.create_task(self._baseline(ticket)) if asked else None
         try:
-            played = await self._played(ticket)
+            played = await self._played(ticket, doing)
+            doing("reward")
             outcome = await self._scored(ticket, played)
             if greedy is not None and outcome.status == "finished":
                 outcome = msgspec.structs.replace(outcome, baseline=await greedy)
@@ -190,22 +205,23 @@ class Worker:
                 greedy.cancel()
         await self._end(outcome)
 
-    def _episode(self, ticket: m.Ticket) -> Episode:
+    def _episode(self, ticket: m.Ticket, doing: Callable[[str], None] = unwatched) -> Episode:
         environment = None
         if self.environments is not None:
             environment = self.environments(json.loads(ticket.row), **self.config.environment.params)
         seed = mix(self.config.seed, *ticket.key, ticket.member) if self.config.deterministic else None
-        return Episode(ticket, self.engine, self.talk, environment, seed)
+        return Episode(ticket, self.engine, self.talk, environment, seed, doing)
 
-    async def _played(self, ticket: m.Ticket) -> Played:
+    async def _played(self, ticket: m.Ticket, doing: Callable[[str], None]) -> Played:
         """The response, the tokens of an earlier attempt first; every token is on its way when this returns."""
 
         def emit(tokens: list[int], logprobs: list[float], versions: list[int]) -> None:
             with self.overhead:
                 self.streamer.add(ticket.id, tokens, logprobs, versions, now=time.monotonic())
 
+        doing("generate")
         with self.busy:
-            played = await self._episode(ticket).play(emit)
+            played = await self._episode(ticket, doing).play(emit)
         if not ticket.finish_reason and not played.turns:
             # The reward of a complete response may take its time: whoever takes over needs nothing but that.
             await self._report(self._outcome(ticket, played, "generated"))
@@ -267,6 +283,7 @@ class Worker:
         self.rewards.close()
         self.client.close()
         self.timeline.close()
+        self.usage.close()
         await self.engine.stop()
 
 

@@ -135,8 +135,9 @@ def _overlap(folder: Path, records: list[Record]) -> float | None:
 
 def _stall(folder: Path, records: list[Record]) -> float | None:
     spans = [end - start for start, end in timeline.named(folder, "learner0", "checkpoint")]
+    waits = [end - start for start, end in timeline.named(folder, "learner0", "checkpoint copy")]
     steps = [record["wait_s"] + record["train_s"] + record["publish_s"] for record in records]
-    return round(sum(spans) / len(spans) / (sum(steps) / len(steps)), 4) if spans and sum(steps) else None
+    return round(sum(spans + waits) / len(spans) / (sum(steps) / len(steps)), 4) if spans and sum(steps) else None
 
 
 def _mean(values: list[float | None]) -> float | None:

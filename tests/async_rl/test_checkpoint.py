@@ -84,6 +84,7 @@ def test_a_step_right_after_a_snapshot_does_not_change_it(tiny_model: Path, tmp_
             copies.append(numbers(built))
             durable = checkpoints.save(state.State(number, 0, "x"))
             assert (durable.step if durable else 0) == number - 1
+            checkpoints.copied()
             step(built, -1.0)
             assert not same(numbers(built), copies[-1])
         assert checkpoints.wait() == state.State(3, 0, "x")
@@ -210,6 +211,7 @@ def save_forever(folder: str) -> None:
                 for parameter in built.policy.parameters():
                     parameter.fill_(number)
             checkpoints.save(state.State(number, 0, "x"))
+            checkpoints.copied()
 
 
 def test_the_last_and_the_best_are_kept() -> None:
@@ -253,6 +255,7 @@ def finished(tiny_model: Path, tmp_path: Path) -> tuple[Path, dict[str, Tensor]]
             if number == 1:
                 weights = {name: tensor.clone() for name, tensor in checkpoint.full_tensors(built.policy)}
             checkpoints.save(state.State(number, 0, "x"))
+            checkpoints.copied()
             metrics.write({"step": number, "reward": number / 4, "age_max": 3 - number})
         checkpoints.wait()
     metrics.close()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import AutoModel, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from async_rl.benchmarks import tiny
 from async_rl.config import Config, check, parse
 from async_rl.errors import ConfigError
 from async_rl.learner import checkpoint, loading, sequence
@@ -22,7 +23,6 @@ from async_rl.learner.packing import pack
 from async_rl.learner.policy import load
 from async_rl.learner.step import Stepper
 from async_rl.learner.tensor import SPLIT, SUMMED
-from tests import tiny
 from tests.async_rl.test_packing import segments
 from tests.async_rl.test_ranks import a_batch, fetched, plain
 

@@ -21,7 +21,7 @@ from async_rl.config import parse
 from async_rl.learner import checkpoint
 from async_rl.learner.batch import Plan, plan, share
 from async_rl.learner.models import Critic, Models, build
-from async_rl.learner.policy import load
+from async_rl.learner.policy import Policy, load
 from async_rl.learner.step import Stepper, learning_rate
 from buffers import messages as m
 
@@ -76,6 +76,18 @@ def plain(models: Models) -> Models:
     return replace(models, optimizer=torch.optim.SGD(models.policy.parameters(), lr=1.0), critic=critic)
 
 
+class Watch:
+    """Whether a policy has the weights it began with, each time that it is called."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._begun = [parameter.detach().clone() for parameter in policy.parameters()]
+        self.unchanged: list[bool] = []
+
+    def __call__(self) -> None:
+        self.unchanged.append(all(map(torch.equal, self._begun, self._policy.parameters())))
+
+
 def steps(rank: int, world: int, model: Path, folder: Path) -> None:
     """One step for each preset and micro-batch size, each from the model as it is on disk."""
     torch.set_num_threads(1)
@@ -85,11 +97,13 @@ def steps(rank: int, world: int, model: Path, folder: Path) -> None:
         config = parse({"data": {"path": "x"}, "learner": learner, "algorithm": {"preset": preset}})
         models = plain(build(config, str(model), torch.device("cpu")))
         policy, critic = models.policy, models.critic
-        stepper = Stepper(models, config)
+        watch = Watch(policy)
+        stepper = Stepper(models, config, before_update=watch)
         planned: Plan = plan(a_batch(), ranks=world, algorithm=config.algorithm)
         rows = planned.rows[rank]
         ages = np.zeros(sum(row.length for row in rows), np.int64)
         stepper.step(share(planned, rank, fetched(rows), ages, config), rate=1.0)
+        assert watch.unchanged[0]  # a checkpoint may copy until then
         weights = {name: tensor.clone() for name, tensor in checkpoint.full_tensors(policy)}
         if critic is not None:
             # The head begins at 0, so that the first gradient does not reach the trunk.

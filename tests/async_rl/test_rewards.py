@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
+from async_rl.benchmarks import tiny
 from async_rl.errors import RewardError, RewardTimeout
 from async_rl.rewards import functions, shaping
 from async_rl.rewards.config import ModelRewardConfig, NamedReward, OverlongConfig, RewardConfig
 from async_rl.rewards.runner import RewardProcess, Rewards, process_of
-from tests import tiny
 from tests.e2e.rewards import length as user_length
 
 USER = "tests.async_rl.user_rewards"

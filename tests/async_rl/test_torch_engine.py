@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from async_rl.benchmarks import tiny
 from async_rl.config import parse
 from async_rl.errors import RequestRefused
 from async_rl.learner.packing import Member, Segment, pack
@@ -17,7 +18,6 @@ from async_rl.learner.policy import load
 from async_rl.rollout.engines.protocol import Delta, Engine, Request
 from async_rl.rollout.engines.torch_engine import TorchEngine
 from async_rl.weights.publisher import Publisher
-from tests import tiny
 
 PROMPT = [0, 40, 41, 42, 1, 0]
 

@@ -226,7 +226,7 @@ def test_a_batch_without_a_gradient_is_skipped_and_counted(tiny_model: Path, tmp
 
 def test_a_generator_that_refuses_every_request_ends_the_run(tmp_path: Path) -> None:
     """failures.md 1: the model has fewer positions than a request needs."""
-    from tests import tiny
+    from async_rl.benchmarks import tiny
 
     model = tiny.make(tmp_path / "short", positions=8)
     config = runs.config(model, tmp_path, **{"weights.probe_every": 1000})

@@ -16,6 +16,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from async_rl import adapters, fetch
+from async_rl.benchmarks import tiny
 from async_rl.config import parse
 from async_rl.errors import RequestRefused
 from async_rl.learner.checkpoint import full_tensors
@@ -26,7 +27,6 @@ from async_rl.weights.publisher import Publisher
 from async_rl.weights.receiver import Receipt, Receiver
 from buffers import export, segments
 from buffers import messages as m
-from tests import tiny
 from tests.async_rl.test_torch_engine import collect
 from tests.e2e import runs
 

@@ -1,4 +1,4 @@
-"""Generation engines behind one protocol (`protocol.py`): `vllm_engine` and `torch_engine`."""
+"""Generation engines behind one protocol (`protocol.py`): `vllm_engine`, `torch_engine`, `emulated_engine`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ def choose(config: Config) -> str:
 
 def make(config: Config, *, model: str, max_model_tokens: int, cores: list[int], seed: int) -> Engine:
     """The configured engine for a resolved model path, not started yet."""
+    if choose(config) == "emulated":
+        from async_rl.rollout.engines.emulated_engine import EmulatedEngine
+        from async_rl.tokenizer import tokenizer_of
+
+        return EmulatedEngine(config, end=tokenizer_of(model).eos_token_id)
     if choose(config) == "vllm":
         from async_rl.rollout.engines.vllm_engine import VllmEngine
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Literal
 
@@ -59,3 +60,7 @@ def make(
     model.save_pretrained(folder)
     fast.save_pretrained(folder)
     return folder
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]))
