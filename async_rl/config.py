@@ -185,8 +185,13 @@ class LearnerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class WeightsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """How weights reach the engines."""
 
-    transport: Literal["shm"] = "shm"
-    """`shm`: POSIX shared memory of one host."""
+    transport: Literal["auto", "shm", "zmq"] = "auto"
+    """`shm`: shared memory of one host. `zmq`: pulled over the network, in deltas where they are smaller. `auto` is shm
+    for a run on one host."""
+    bind: str = "tcp://127.0.0.1:*"
+    """Address at which the learner serves weights over zmq; a cluster's launcher sets that of its host."""
+    deltas: bool = True
+    """Over zmq, send what changed since a version that the receiver has; exact."""
     probe_every: PositiveInt = 10
     """Versions between proofs of receipt by probe log-probs; the first two are always proven."""
 

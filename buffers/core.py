@@ -291,6 +291,7 @@ class Core:
             if store.settings.regenerate:
                 self._regenerate()
         store.suspended = False
+        store.source = message.source
         self._announce(message.version, changed=True)
 
     def _regenerate(self) -> None:
@@ -314,7 +315,7 @@ class Core:
     def _announce(self, version: int, *, changed: bool) -> None:
         self.store.version = version
         for worker in self.issuing.workers:
-            self.store.send(worker, m.News(version, changed))
+            self.store.send(worker, m.News(version, changed, self.store.source))
         if self.settings.group_policy == "deadline_versions":
             for group in [group for group in self.store.groups.values() if group.having("running")]:
                 self._review(group)

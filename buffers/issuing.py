@@ -42,7 +42,7 @@ class Issuing:
             self.workers_seen += 1
             worker = self.workers[peer] = Worker(self.workers_seen, hello.slots)
         if store.version is not None and not store.suspended:
-            store.send(peer, m.News(store.version, changed=True))
+            store.send(peer, m.News(store.version, changed=True, source=store.source))
         held = {(held.ticket, held.attempt) for held in hello.holding}
         ours = {(ticket, store.trajectories[ticket].attempt) for ticket in worker.tickets}
         missing = [store.trajectories[ticket] for ticket, _ in sorted(ours - held)]

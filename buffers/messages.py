@@ -124,6 +124,8 @@ class Published(Message, frozen=True):
     version: int
     forks: list[int] = []
     request: int = 0
+    source: str = ""
+    """Where a worker on another host can pull it and those that follow; empty: nowhere."""
 
 
 class Take(Message, frozen=True):
@@ -230,10 +232,12 @@ class Cancel(Message, frozen=True):
 
 
 class News(Message, frozen=True):
-    """To a worker: `version` can be pulled. `changed=False`: it has the weights of the version before."""
+    """To a worker: `version` can be pulled, from `source` if not from this host. `changed=False`: it has the weights of
+    the version before."""
 
     version: int
     changed: bool
+    source: str = ""
 
 
 class Welcome(Message, frozen=True):

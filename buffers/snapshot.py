@@ -102,6 +102,7 @@ class Snapshot(Struct, frozen=True, tag="Snapshot", tag_field="type"):
     version: int | None
     suspended: bool
     eta: int | None
+    source: str
     counts: dict[str, int]
     tally: dict[str, Any]
     usage: dict[str, tuple[float, float]]
@@ -151,6 +152,7 @@ def pieces(core: Core) -> tuple[Snapshot, list[list[memoryview]]]:
         version=store.version,
         suspended=store.suspended,
         eta=store.eta,
+        source=store.source,
         counts={str(state): count for state, count in store.counts.items()},
         tally=asdict(store.tally),
         usage=store.usage,
@@ -259,6 +261,7 @@ def restore(snapshot: Snapshot, frames: Sequence[bytes | memoryview], settings: 
     store.version = snapshot.version
     store.suspended = snapshot.suspended
     store.eta = snapshot.eta
+    store.source = snapshot.source
     store.counts.update({state: snapshot.counts[state] for state in store.counts})
     store.tally = Tally(**snapshot.tally)
     store.usage = dict(snapshot.usage)

@@ -63,6 +63,8 @@ class Store:
         self.pool = Pool(settings.limit, settings.max_tokens)
         self.lineage = Lineage()
         self.version: int | None = None
+        self.source = ""
+        """Where workers on other hosts pull weights."""
         self.eta: int | None = None
         """Bound that the learner has asked for, below the configured one."""
         self.suspended = False

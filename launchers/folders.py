@@ -12,6 +12,7 @@ from typing import IO
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError
+from async_rl.weights.transport import segment_name
 
 SHM = Path("/dev/shm")
 LOCK = "lock"
@@ -61,7 +62,7 @@ def alone(folder: Path) -> Iterator[None]:
         if not _locked(lock):
             raise ConfigError("RUN", str(folder), "this run is going on", "Wait for its end, or stop it")
         sweep()
-        owner = SHM / f"async-rl-{segment(folder)}.owner"
+        owner = SHM / f"async-rl-{segment_name(folder)}.owner"
         with owner.open("a") as mark:
             _locked(mark)
             try:
@@ -79,11 +80,6 @@ def _locked(file: IO[str]) -> bool:
         return False
 
 
-def segment(folder: Path) -> str:
-    """Name of a run's shared memory: unique on this host while the folder exists."""
-    return f"{folder.name}-{folder.stat().st_ino}"
-
-
 def sweep() -> None:
     """Removes the shared memory of runs that nobody supervises any more; leaves what belongs to other users."""
     for owner in SHM.glob("async-rl-*.owner"):
@@ -93,6 +89,7 @@ def sweep() -> None:
 
 
 def _remove(owner: Path) -> None:
-    for path in owner.parent.glob(f"{owner.stem}-[01]"):
-        path.unlink(missing_ok=True)
+    for pattern in ("-[0-9]", "-worker[0-9]*"):
+        for path in owner.parent.glob(f"{glob.escape(owner.stem)}{pattern}"):
+            path.unlink(missing_ok=True)
     owner.unlink(missing_ok=True)

@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 
 import numpy as np
@@ -31,6 +30,8 @@ from async_rl.tracking.metrics import MetricsWriter
 from async_rl.tracking.timeline import Timeline
 from async_rl.weights.manifest import Probe
 from async_rl.weights.publisher import Publisher
+from async_rl.weights.server import WeightsServer
+from async_rl.weights.transport import over_network, segment_name
 from buffers import messages as m
 from staleness.controller import Control
 from staleness.versions import pack as pack_version
@@ -73,7 +74,11 @@ class Learner:
         if self.rank == 0:
             self.metrics = MetricsWriter(run.folder)
             self.published_bytes = 0
-            self.publisher = Publisher(run.folder, _segment_name(run.folder), self._wire_dtype(), models.tied)
+            server = None
+            if over_network(self.config):
+                weights = self.config.weights
+                server = WeightsServer(weights.bind, process.keys(self.config), deltas=weights.deltas)
+            self.publisher = Publisher(run.folder, segment_name(run.folder), self._wire_dtype(), models.tied, server)
 
     @property
     def version(self) -> int:
@@ -83,7 +88,9 @@ class Learner:
         """The main loop."""
         self._rehearse()
         self._publish()
-        self._tell(m.Published(self.version, list(self.lineage.forks)))
+        if self.rank == 0:
+            news = m.Published(self.version, list(self.lineage.forks), source=self.publisher.source)
+            self.client.ask(news, m.Done)
         while self.step < self.config.steps:
             waited = time.time()
             planned, batch = self._take()
@@ -189,10 +196,6 @@ class Learner:
             assert reply is not None
             self.cursor = reply.cursor
 
-    def _tell(self, message: m.Published | m.Checkpointed) -> None:
-        if self.rank == 0:
-            self.client.ask(message, m.Done)
-
     def _probe(self) -> Probe:
         """Log-probs of some prompts' tokens under the weights about to be published, at temperature 1."""
         tokens = np.concatenate(self.prompts.tokens[:PROBE_TOKENS]).astype(np.int64)
@@ -249,7 +252,7 @@ class Learner:
     def _durable(self, saved: state.State | None) -> None:
         """What a checkpoint on disk contains, the buffer may forget."""
         if saved is not None:
-            self._tell(m.Checkpointed(saved.step))
+            self.client.ask(m.Checkpointed(saved.step), m.Done)
 
     def _report(
         self,
@@ -286,7 +289,9 @@ class Learner:
 
     def close(self) -> None:
         if self.rank == 0:
-            # The segments stay until the supervisor removes them: workers may still be reading the last version.
+            # The segments stay until the supervisor removes them: workers may still be reading the last version. Nobody
+            # needs another pull.
+            self.publisher.stop()
             self.metrics.close()
         self.checkpoints.close()
         self.client.close()
@@ -297,11 +302,6 @@ def _exhaust(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
     """Takes part in the gathering of whole tensors without keeping them."""
     for _ in tensors:
         continue
-
-
-def _segment_name(folder: Path) -> str:
-    """As in `launchers/folders.py`, which removes it at the end of the run."""
-    return f"{folder.name}-{folder.stat().st_ino}"
 
 
 def _device(rank: int, wanted: str) -> torch.device:

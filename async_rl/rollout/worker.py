@@ -37,7 +37,9 @@ from async_rl.tokenizer import tokenizer_of
 from async_rl.tracking.slots import Slots
 from async_rl.tracking.timeline import BusyMeter, Timeline
 from async_rl.tracking.usage import Usage
-from async_rl.weights.receiver import Receiver
+from async_rl.weights.client import WeightsClient
+from async_rl.weights.receiver import Elsewhere, Here, Receiver
+from async_rl.weights.transport import over_network, segment_name
 from buffers import messages as m
 from buffers.client import AsyncClient, Meter, read_endpoint
 from staleness.versions import show
@@ -72,7 +74,11 @@ class Worker:
         self.client = AsyncClient(endpoint, run.name, config.rollout.slots, keys=process.keys(config))
         self.trajectories: dict[int, asyncio.Task[None]] = {}
         self.overhead = Meter()
-        self.receiver = Receiver(engine, run.folder, config.rollout.dtype)
+        self.remote = None
+        if over_network(config):
+            self.remote = WeightsClient(f"{segment_name(run.folder)}-{run.name}", process.keys(config))
+        source = Here(run.folder) if self.remote is None else Elsewhere(self.remote)
+        self.receiver = Receiver(engine, source, config.rollout.dtype)
         self.streamer = Streamer(chunk_tokens=config.rollout.chunk_tokens, flush_s=config.rollout.flush_ms / 1000)
         self.rewards = Rewards(config.reward, config.data.prompt_column)
         self.environments = None if config.environment.name is None else find(config.environment.name)
@@ -137,10 +143,13 @@ class Worker:
             news = await self._newest()
             if self.version is not None and news.version <= self.version:
                 continue
+            if self.remote is not None:
+                self.remote.connect(news.source)
             if self.version is None:
                 await self._rehearse()
             if news.changed or self.version is None:
-                await self._pull()
+                while not await self._pull():
+                    await self._flush()
             if self.version is None or self.version < news.version:
                 # The steps since the last publication changed nothing: it is what the newest version is.
                 await self.engine.relabel(news.version)
@@ -150,26 +159,31 @@ class Worker:
     async def _newest(self) -> m.News:
         """What all news that have piled up come to. Between versions that do not follow each other the weights may have
         changed, though nobody said so here."""
-        last, changed = self.version, False
+        last, changed, source = self.version, False, ""
         while True:
             news = await self.news.get()
             if last is None or news.version > last:
                 changed |= news.changed or news.version - 1 != last
-                last = news.version
+                last, source = news.version, news.source
             if self.news.empty() and last is not None:
-                return m.News(last, changed)
+                return m.News(last, changed, source)
 
     async def _rehearse(self) -> None:
         error = await self.receiver.rehearse()
         print("rehearsal: " + ("missed" if error is None else f"probe differs by {error:.4f}"), flush=True)
 
-    async def _pull(self) -> None:
+    async def _pull(self) -> bool:
+        """Whether the engine has the newest version now."""
         start = time.time()
         receipt = await self.receiver.pull(self._applied)
         self.slots.paused(receipt.pause_s, time.monotonic())
-        self.timeline.add(f"update to {show(receipt.version)}", start, start + receipt.pause_s)
+        end = time.time()
+        if end - start > receipt.pause_s:
+            self.timeline.add(f"pull {show(receipt.version)}", start, end - receipt.pause_s)
+        self.timeline.add(f"update to {show(receipt.version)}", end - receipt.pause_s, end)
         probed = "" if receipt.probe_error is None else f", probe differs by {receipt.probe_error:.4f}"
         print(f"version {show(receipt.version)} applied in {receipt.pause_s:.2f} s{probed}", flush=True)
+        return receipt.newest
 
     async def _applied(self, version: int) -> None:
         async with self.applied:
@@ -285,6 +299,8 @@ class Worker:
         self.timeline.close()
         self.usage.close()
         await self.engine.stop()
+        if self.remote is not None:
+            self.remote.close()
 
 
 async def serve(run: process.Run) -> None:

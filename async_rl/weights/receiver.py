@@ -12,6 +12,7 @@ import numpy as np
 
 from async_rl.errors import WeightsError
 from async_rl.weights import shm
+from async_rl.weights.client import WeightsClient
 from async_rl.weights.manifest import MANIFEST, REHEARSAL, Manifest
 
 PROBE_LIMITS = {"bfloat16": 0.1, "float32": 1e-3}
@@ -29,35 +30,79 @@ class Updatable(Protocol):
 
 @dataclass(frozen=True)
 class Receipt:
-    """`pause_s`: how long generation stood still. `probe_error`: mean |learner - engine|, None if not probed."""
+    """`pause_s`: how long generation stood still. `probe_error`: mean |learner - engine|, None if not probed. `newest`:
+    whether nothing newer was there when it was asked for."""
 
     version: int
     pause_s: float
     probe_error: float | None
+    newest: bool = True
+
+
+class Source(Protocol):
+    """Where publications come from. The segment of what it gives is on this host."""
+
+    async def rehearsal(self) -> Manifest | None: ...
+
+    async def newest(self) -> tuple[Manifest, bool]:
+        """And whether there is no newer one."""
+        ...
+
+
+class Here:
+    """From a learner on this host, by its manifests in the run's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    async def rehearsal(self) -> Manifest | None:
+        path = self._folder / REHEARSAL
+        return Manifest.read(path) if path.exists() else None
+
+    async def newest(self) -> tuple[Manifest, bool]:
+        return Manifest.read(self._folder / MANIFEST), True
+
+
+class Elsewhere:
+    """From a learner on another host. `connect` before the first question, and when the learner has moved."""
+
+    def __init__(self, client: WeightsClient) -> None:
+        self.client = client
+
+    async def rehearsal(self) -> Manifest | None:
+        return (await self.client.pull(rehearsal=True)).manifest
+
+    async def newest(self) -> tuple[Manifest, bool]:
+        offer = await self.client.pull()
+        if offer.manifest is None:
+            raise WeightsError("a version was announced, and the learner has none")
+        return offer.manifest, offer.newest
 
 
 class Receiver:
     """Brings an engine to the newest published version."""
 
-    def __init__(self, engine: Updatable, folder: Path, dtype: str) -> None:
+    def __init__(self, engine: Updatable, source: Source, dtype: str) -> None:
         self._engine = engine
-        self._folder = folder
+        self._source = source
         self._limit = PROBE_LIMITS[dtype]
 
     async def rehearse(self) -> float | None:
         """Loads the rehearsal and proves it; None if a worker comes too late for it."""
+        manifest = await self._source.rehearsal()
+        if manifest is None:
+            return None
         try:
-            manifest = Manifest.read(self._folder / REHEARSAL)
             with shm.hold(manifest):
                 await self._engine.update(manifest)
-        except (FileNotFoundError, shm.Overtaken):
+        except shm.Overtaken:
             return None
         return await self._prove(manifest)
 
     async def pull(self, on_version: Callable[[int], Awaitable[None]]) -> Receipt:
         """Loads the newest version; `on_version` hears of it before the probe runs."""
         while True:
-            manifest = Manifest.read(self._folder / MANIFEST)
+            manifest, newest = await self._source.newest()
             try:
                 with shm.hold(manifest):
                     pause = await self._engine.update(manifest)
@@ -65,7 +110,7 @@ class Receiver:
                 await asyncio.sleep(0.01)
                 continue
             await on_version(manifest.version)
-            return Receipt(manifest.version, pause, await self._prove(manifest))
+            return Receipt(manifest.version, pause, await self._prove(manifest), newest)
 
     async def _prove(self, manifest: Manifest) -> float | None:
         if manifest.probe is None or not manifest.probe.logprobs:

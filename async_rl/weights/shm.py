@@ -1,9 +1,10 @@
-"""Weights in POSIX shared memory: two segments in turn, each with its version in front.
+"""Weights in POSIX shared memory: segments in turn, each with its version in front.
 
     [version: int64, 64-byte header][tensors, each aligned to 64 bytes]
 
-A reader holds a shared lock on the segment while an engine loads from it; the writer takes an exclusive one. They meet
-only when a reader is two versions behind. Locks end with the process that holds them, so nobody waits for the dead.
+A reader holds a shared lock on the segment while an engine loads from it; the writer takes an exclusive one. With two
+segments they meet only when a reader is two versions behind. Locks end with the process that holds them, so nobody
+waits for the dead.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import mmap
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from io import BufferedRandom
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from async_rl.errors import WeightsError
@@ -32,14 +35,15 @@ class Overtaken(WeightsError):
 
 
 class Writer:
-    """Two segments named after the run. `close` removes them; readers that have them mapped keep their view."""
+    """Segments named after the run. `close` removes them; readers that have them mapped keep their view."""
 
-    def __init__(self, run: str) -> None:
-        self._paths = [SHM / f"async-rl-{run}-{turn}" for turn in (0, 1)]
-        self._turn = 0
+    def __init__(self, run: str, segments: int = 2) -> None:
+        self._paths = [SHM / f"async-rl-{run}-{turn}" for turn in range(segments)]
+        """The one written last comes last."""
 
     def write(self, version: int, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Manifest:
-        """Copies the tensors, cast to `dtype`, into the segment not written last."""
+        """Copies the tensors, cast to `dtype`, into the oldest segment that nobody reads, never the newest; waits if
+        they are all being read."""
         named = list(tensors)
         entries: list[TensorEntry] = []
         end = HEADER
@@ -47,10 +51,7 @@ class Writer:
             nbytes = tensor.numel() * dtype.itemsize
             entries.append(TensorEntry(name, str(dtype).removeprefix("torch."), list(tensor.shape), end, nbytes, 0))
             end = (end + nbytes + 63) // 64 * 64
-        path = self._paths[self._turn]
-        self._turn = 1 - self._turn
-        with path.open("a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with self._oldest() as file:
             if os.fstat(file.fileno()).st_size < end:
                 file.truncate(end)
             memory = mmap.mmap(file.fileno(), end)
@@ -64,7 +65,20 @@ class Writer:
                     TensorEntry(entry.name, entry.dtype, entry.shape, entry.offset, entry.nbytes, checksum(raw))
                 )
             header[0] = version
-        return Manifest(version, str(path), done, tied=[])
+        return Manifest(version, str(self._paths[-1]), done, tied=[])
+
+    @contextmanager
+    def _oldest(self) -> Iterator[BufferedRandom]:
+        """The segment to write to, locked for the length of the block."""
+        free = next((path for path in self._paths[:-1] if not _read(path)), self._paths[0])
+        self._paths.remove(free)
+        self._paths.append(free)
+        with free.open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                yield file
+            finally:
+                fcntl.flock(file, fcntl.LOCK_UN)
 
     def close(self) -> None:
         for path in self._paths:
@@ -88,10 +102,19 @@ def hold(manifest: Manifest) -> Iterator[None]:
         yield
 
 
+def _read(path: Path) -> bool:
+    """Whether somebody reads the segment."""
+    with path.open("a+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return False
+        except BlockingIOError:
+            return True
+
+
 def read(manifest: Manifest) -> list[tuple[str, Tensor]]:
     """The published tensors, mapped and checked; the caller's process, or its parent, `hold`s the segment."""
-    with Path(manifest.segment).open("rb") as file:
-        memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    memory = _mapped(manifest)
     tensors: list[tuple[str, Tensor]] = []
     for entry in manifest.tensors:
         raw = np.frombuffer(memory, np.uint8, entry.nbytes, entry.offset)
@@ -99,3 +122,55 @@ def read(manifest: Manifest) -> list[tuple[str, Tensor]]:
             raise WeightsError(f"{entry.name} of version {manifest.version}: the checksum differs")
         tensors.append((entry.name, torch.from_numpy(raw).view(getattr(torch, entry.dtype)).view(entry.shape)))
     return tensors
+
+
+# --- segments as bytes, for their way to other hosts -------------------------------------------------------------
+
+
+def size(manifest: Manifest) -> int:
+    """Bytes of a segment after its header."""
+    last = manifest.tensors[-1]
+    return (last.offset + last.nbytes + 63) // 64 * 64 - HEADER
+
+
+def itemsize(manifest: Manifest) -> int:
+    """Bytes of an element; a publication has one type."""
+    return getattr(torch, manifest.tensors[0].dtype).itemsize
+
+
+def alike(left: Manifest, right: Manifest) -> bool:
+    """Whether the same tensors lie in the same places."""
+
+    def layout(manifest: Manifest) -> list[tuple[str, str, int, int]]:
+        return [(entry.name, entry.dtype, entry.offset, entry.nbytes) for entry in manifest.tensors]
+
+    return layout(left) == layout(right)
+
+
+def data(manifest: Manifest) -> NDArray[np.uint8]:
+    """What comes after the header, mapped; the caller `hold`s the segment."""
+    return np.frombuffer(_mapped(manifest), np.uint8, size(manifest), HEADER)
+
+
+@contextmanager
+def writing(manifest: Manifest) -> Iterator[NDArray[np.uint8]]:
+    """The bytes after the header of a segment that is made, or changed, by someone else than `Writer`. It holds no
+    version until the block has ended well."""
+    with Path(manifest.segment).open("a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        whole = HEADER + size(manifest)
+        if os.fstat(file.fileno()).st_size < whole:
+            file.truncate(whole)
+        memory = mmap.mmap(file.fileno(), whole)
+        header = np.frombuffer(memory, np.int64, 1)
+        header[0] = WRITING
+        try:
+            yield np.frombuffer(memory, np.uint8, whole - HEADER, HEADER)
+            header[0] = manifest.version
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # a mapping that somebody still has would keep it
+
+
+def _mapped(manifest: Manifest) -> mmap.mmap:
+    with Path(manifest.segment).open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)

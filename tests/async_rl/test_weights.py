@@ -16,7 +16,7 @@ from async_rl.errors import WeightsError
 from async_rl.weights import shm
 from async_rl.weights.manifest import MANIFEST, Manifest, Probe, check_names, checksum
 from async_rl.weights.publisher import Publisher
-from async_rl.weights.receiver import Receiver
+from async_rl.weights.receiver import Here, Receiver
 
 TENSORS = [("a", torch.arange(6.0).view(2, 3)), ("b.weight", torch.full((5,), -1.5))]
 
@@ -49,7 +49,7 @@ class FakeEngine:
 def pull(engine: FakeEngine, folder: Path) -> float | None:
     async def nothing(_: int) -> None: ...
 
-    return asyncio.run(Receiver(engine, folder, "float32").pull(nothing)).probe_error
+    return asyncio.run(Receiver(engine, Here(folder), "float32").pull(nothing)).probe_error
 
 
 def test_tensors_arrive_in_the_published_type(publisher: Publisher, tmp_path: Path) -> None:

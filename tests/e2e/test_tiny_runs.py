@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from async_rl.tracking import metrics, timeline
-from buffers import export
+from buffers import export, keys
 from launchers import folders
 from staleness.versions import INJECTED
 from tests.e2e import runs
@@ -158,6 +158,27 @@ def test_two_learner_ranks_and_two_workers(tiny_model: Path, tmp_path: Path) -> 
     assert (result.steps, result.tickets.trained) == (4, 32)
     assert (folder / "logs" / "learner1.log").exists()
     AutoModelForCausalLM.from_pretrained(folder / "model")
+
+
+def test_weights_over_the_network_with_keys(tiny_model: Path, tmp_path: Path) -> None:
+    keys.make(tmp_path / "keys")
+    config = runs.config(
+        tiny_model,
+        tmp_path,
+        **{
+            "weights.transport": "zmq",
+            "weights.probe_every": 1,
+            "buffer.security.keys": str(tmp_path / "keys"),
+            "rollout.workers": 2,
+        },
+    )
+    code, out, folder = runs.train(config)
+    assert code == 0, out
+    runs.adds_up(folder)
+    logs = "".join(path.read_text() for path in (folder / "logs").glob("worker*.log"))
+    assert "probe differs by" in logs.split("version 0 applied")[0]  # the rehearsal came over the network too
+    assert "version 2 applied" in logs
+    runs.nothing_left(folder)
 
 
 def test_a_run_resumes_twice_each_time_under_a_new_incarnation(tiny_model: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from async_rl.learner.policy import load
 from async_rl.rollout.engines.protocol import Delta, Request
 from async_rl.weights.manifest import Probe
 from async_rl.weights.publisher import Publisher
-from async_rl.weights.receiver import Receipt, Receiver
+from async_rl.weights.receiver import Here, Receipt, Receiver
 from buffers import export, segments
 from buffers import messages as m
 from tests.async_rl.test_torch_engine import collect
@@ -87,7 +87,7 @@ def lived(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -
         begun = asyncio.Event()
         running = [asyncio.create_task(collect(engine, Request(f"m{i}", PROMPT, 400), begun)) for i in range(16)]
         await begun.wait()
-        receipt = await Receiver(engine, folder, "float32").pull(noted)
+        receipt = await Receiver(engine, Here(folder), "float32").pull(noted)
         assert seen == [7]
         across = await asyncio.gather(*running)
         after = await asyncio.gather(*(collect(engine, Request(f"a{i}", PROMPT, 50)) for i in range(45)))
@@ -265,7 +265,7 @@ def test_an_adapter_is_replaced_under_running_requests(models: tuple[Path, Path]
         for version, policy in enumerate(policies, 1):
             tensors = full_tensors(policy, trained=True)
             publisher.publish(version, tensors, Probe(PROBE, logprobs_of(policy.model, PROBE, 1.0).tolist()))
-            receipt = await Receiver(engine, tmp_path, "float32").pull(noted)
+            receipt = await Receiver(engine, Here(tmp_path), "float32").pull(noted)
             assert receipt.probe_error is not None
             errors.append(receipt.probe_error)
             if version == 1:

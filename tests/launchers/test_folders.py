@@ -29,7 +29,7 @@ def test_the_runs_of_a_name_in_their_order(tmp_path: Path) -> None:
 
 
 def test_a_run_has_one_supervisor_and_its_memory_goes_with_it(tmp_path: Path) -> None:
-    memory = folders.SHM / f"async-rl-{folders.segment(tmp_path)}-0"
+    memory = folders.SHM / f"async-rl-{folders.segment_name(tmp_path)}-0"
     with folders.alone(tmp_path):
         memory.write_bytes(b"x")
         folders.sweep()  # another run starts: this one lives
@@ -44,11 +44,11 @@ def test_the_memory_of_a_killed_run_is_swept(tmp_path: Path) -> None:
         "import os, pathlib, signal; from launchers import folders\n"
         f"folder = pathlib.Path({str(tmp_path)!r})\n"
         "with folders.alone(folder):\n"
-        "    (folders.SHM / f'async-rl-{folders.segment(folder)}-1').write_bytes(b'x')\n"
+        "    (folders.SHM / f'async-rl-{folders.segment_name(folder)}-1').write_bytes(b'x')\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == -9
-    memory = folders.SHM / f"async-rl-{folders.segment(tmp_path)}-1"
+    memory = folders.SHM / f"async-rl-{folders.segment_name(tmp_path)}-1"
     assert memory.exists()
     folders.sweep()
     assert not memory.exists()
