@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from async_rl import process
 from async_rl.config import Config
 from buffers.records import Settings
@@ -38,7 +40,9 @@ def settings(config: Config) -> Settings:
 
 def main() -> None:
     run = process.start("buffer")
-    serve(settings(run.config), run.config.buffer, run.folder)
+    buffer = run.config.buffer
+    security = msgspec.structs.replace(buffer.security, bind=process.bound(buffer.security.bind, run))
+    serve(settings(run.config), msgspec.structs.replace(buffer, security=security), run.folder)
 
 
 if __name__ == "__main__":

@@ -109,6 +109,8 @@ class RolloutConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Age of the oldest waiting token at which everything is sent, in milliseconds; looked at four times as often."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute type of the engine."""
+    engine_timeout_s: PositiveFloat = 300.0
+    """Longest time in which an engine with running requests yields no token; then its worker is started again."""
     kv_cache_gib: PositiveInt = 1
     """KV cache of a vLLM engine on a CPU, in GiB."""
 
@@ -188,8 +190,8 @@ class WeightsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     transport: Literal["auto", "shm", "zmq"] = "auto"
     """`shm`: shared memory of one host. `zmq`: pulled over the network, in deltas where they are smaller. `auto` is shm
     for a run on one host."""
-    bind: str = "tcp://127.0.0.1:*"
-    """Address at which the learner serves weights over zmq; a cluster's launcher sets that of its host."""
+    bind: str = "tcp://{host}:*"
+    """Address at which the learner serves weights over zmq. `{host}`: that of its host, on one machine 127.0.0.1."""
     deltas: bool = True
     """Over zmq, send what changed since a version that the receiver has; exact."""
     probe_every: PositiveInt = 10
@@ -221,10 +223,13 @@ class LaunchConfig(Struct, frozen=True, forbid_unknown_fields=True):
     startup_s: PositiveFloat = 600.0
     """Longest time for everything to be ready."""
     max_restarts: Annotated[int, Meta(ge=0)] = 3
-    """Times that the buffer, or one rollout worker, is started again after a signal has killed it, without a step
-    trained in between; then the run fails. An error of its own fails the run at once."""
+    """Times that the buffer, one rollout worker, or the learner's ranks together, are started again after a signal has
+    killed them, without a step trained in between; then the run fails. So does an error of their own, at once."""
     stall_s: PositiveFloat = 600.0
-    """Longest time in which neither a token is generated nor a batch trained, before the run fails."""
+    """Longest time in which neither a token is generated nor a batch trained. Then a learner that has a batch is
+    started again, once; after the same time once more the run fails."""
+    heartbeat_s: PositiveFloat = 60.0
+    """Longest silence of the buffer; then it is started again, if it has a journal."""
     shutdown_s: PositiveFloat = 30.0
     """Longest time for an orderly end after the first Ctrl-C."""
 

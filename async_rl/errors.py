@@ -35,6 +35,10 @@ class EngineError(AsyncRLError, RuntimeError):
     """A generation engine that failed or broke its contract."""
 
 
+class EngineStuck(EngineError, TimeoutError):
+    """An engine that has requests and yields nothing; a new process may do better."""
+
+
 class RequestRefused(EngineError, ValueError):
     """A request that can never succeed, such as one that is too long; trying again would not help."""
 

@@ -16,22 +16,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_rl.config import Config, load
-from async_rl.errors import ConfigError, DataError
+from async_rl.errors import ConfigError, DataError, EngineStuck
 from buffers.client import Client, read_endpoint
 from buffers.errors import BufferGone, JournalError, KeysError
 from buffers.messages import Role
 
 _PR_SET_PDEATHSIG = 1
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run as one of its processes sees it. `rank` counts the processes of one role."""
+    """A run as one of its processes sees it. `rank` counts the processes of one role; `address` is that of this host,
+    as the others reach it."""
 
     folder: Path
     config: Config
     role: str
     rank: int
+    address: str
 
     @property
     def name(self) -> str:
@@ -51,14 +54,20 @@ def start(role: str) -> Run:
     parser.add_argument("--run", type=Path, required=True, help="folder of the run")
     parser.add_argument("--rank", type=int, default=0, help="which one of its role")
     parser.add_argument("--cores", default="", help="CPU cores to stay on, comma-separated")
+    parser.add_argument("--address", default=LOOPBACK, help="of this host, for processes on others")
     parser.add_argument("--parent", type=int, required=True, help="process to end with")
     args = parser.parse_args()
     die_with_parent(args.parent)
     if args.cores:
         os.sched_setaffinity(0, {int(core) for core in args.cores.split(",")})
-    run = Run(args.run, load(args.run / "config.yaml"), role, args.rank)
+    run = Run(args.run, load(args.run / "config.yaml"), role, args.rank, args.address)
     _current.append(run)
     return run
+
+
+def bound(address: str, run: Run) -> str:
+    """An address to listen on, with that of this host in the place of `{host}`."""
+    return address.replace("{host}", run.address)
 
 
 def client(folder: Path, config: Config, name: str, role: Role) -> Client:
@@ -80,6 +89,9 @@ def guard(main: Callable[[], None]) -> None:
         main()
     except KeyboardInterrupt:
         sys.exit(130)
+    except EngineStuck as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(os.EX_TEMPFAIL)
     except Exception as error:
         text = (
             f"error: {error}"

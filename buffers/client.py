@@ -6,6 +6,7 @@ Both outlive the buffer's process: ZeroMQ reconnects, and what was not answered 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import uuid
 from collections import deque
@@ -192,6 +193,14 @@ class AsyncClient:
                 await self._send(frames)
             self._inbox += news
         return self._inbox.popleft()
+
+    async def leave(self, limit_s: float) -> None:
+        """Waits until everything that was said is acknowledged, at most `limit_s`, and takes leave."""
+        deadline = monotonic() + limit_s
+        while self.unacknowledged and monotonic() < deadline:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.receive(), min(0.1, limit_s))
+        await self._send([m.encode(m.Leave())])
 
     async def _room(self) -> None:
         while not self.session.open:

@@ -92,9 +92,12 @@ class Core:
                 self.offering.checkpointed(step)
                 self.store.send(peer, m.Done(message.request))
             case m.Status(request):
-                self.store.send(peer, m.StatusReply(self.store.stats(), request))
+                self.store.send(peer, m.StatusReply(self.store.stats(), request, list(self.issuing.workers)))
             case m.Lost(name):
                 self._lost(name)
+            case m.Leave():
+                if peer in self.issuing.workers:
+                    self._exhausted(self.issuing.lose(peer, by_its_tickets=False))
             case m.NewLife():
                 self._new_life()
             case m.GiveUp(serials):
@@ -117,7 +120,11 @@ class Core:
     def is_question(self, peer: str, message: m.Inbound) -> bool:
         """Whether the message changes nothing, so that the journal need not have it."""
         if isinstance(message, m.Hello):
-            known = {"worker": peer in self.issuing.workers, "feeder": peer == self.store.feeder}
+            worker = self.issuing.workers.get(peer)
+            known = {
+                "worker": worker is not None and worker.slots == message.slots,
+                "feeder": peer == self.store.feeder,
+            }
             return known.get(message.role, True)
         return isinstance(message, m.Fetch | m.Status)
 

@@ -31,8 +31,8 @@ class Issuing:
 
         An older worker of the same name is gone; returns its trajectories that cannot go on.
         """
-        if hello.slots < 1:
-            raise ProtocolError(f"worker {peer!r} offers {hello.slots} slots; at least 1 is needed")
+        if hello.slots < 0:
+            raise ProtocolError(f"worker {peer!r} offers {hello.slots} slots")
         store = self.store
         worker = self.workers.get(peer)
         exhausted: list[Trajectory] = []
@@ -41,6 +41,7 @@ class Issuing:
                 exhausted += self.lose(older)
             self.workers_seen += 1
             worker = self.workers[peer] = Worker(self.workers_seen, hello.slots)
+        worker.slots = hello.slots
         if store.version is not None and not store.suspended:
             store.send(peer, m.News(store.version, changed=True, source=store.source))
         held = {(held.ticket, held.attempt) for held in hello.holding}

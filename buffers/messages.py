@@ -37,8 +37,9 @@ class Held(Struct, frozen=True, array_like=True):
 class Hello(Message, frozen=True):
     """First message of every peer, a worker's and the feeder's heartbeat, and how what was missed is made good.
 
-    Answered by `Welcome`. `slots`: trajectories a worker generates at once. `holding`: its tickets; the buffer sends
-    those that are missing and cancels those that are not the worker's any more. The feeder is told its credit.
+    Answered by `Welcome`. `slots`: trajectories a worker generates at once, 0 while it gets ready. `holding`: its
+    tickets; the buffer sends those that are missing and cancels those that are not the worker's any more. The feeder is
+    told its credit.
     """
 
     role: Role
@@ -172,6 +173,10 @@ class Lost(Message, frozen=True):
     """Feeder or server, or whoever knows: the process named so is gone. Its tickets go to others, its leases return."""
 
     name: str
+
+
+class Leave(Message, frozen=True):
+    """Worker: it goes, and everything it had streamed has been sent. Its tickets go to others."""
 
 
 class GiveUp(Message, frozen=True):
@@ -376,8 +381,11 @@ class Stats(Struct, frozen=True):
 
 
 class StatusReply(Message, frozen=True):
+    """`workers`: the names of those that are there."""
+
     stats: Stats
     request: int = 0
+    workers: list[str] = []
 
 
 class Fatal(Message, frozen=True):
@@ -400,7 +408,7 @@ class Reload(Message, frozen=True):
     tickets: list[int]
 
 
-FromPeer = Hello | Submit | Append | Outcomes | Published | Take | Fetch | Commit | Checkpointed | Status | Lost
+FromPeer = Hello | Submit | Append | Outcomes | Leave | Published | Take | Fetch | Commit | Checkpointed | Status | Lost
 Inbound = FromPeer | GiveUp | NewLife | Reloaded
 ToWorker = Tickets | Cancel | News | Ack
 ToLearner = Batch | Samples | Committed | Done

@@ -20,7 +20,7 @@ from async_rl.data import sources
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.learner import state
 from buffers.errors import BufferFailure
-from launchers import devices, folders, local
+from launchers import devices, folders, local, pools
 from launchers.errors import LaunchError
 
 USAGE = 2
@@ -50,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(metavar="COMMAND", required=True)
     _train(commands.add_parser("train", help="train a model", formatter_class=argparse.RawDescriptionHelpFormatter))
     _export_model(commands.add_parser("export", help="a checkpoint as a Hugging Face folder"))
+    _scale(commands.add_parser("scale", help="change the size of the rollout pool of a run that is going on"))
     _eval(commands.add_parser("eval", help="accuracy on the held-out prompts, before against after training"))
     _model(commands.add_parser("model", help="models that come as packages"))
     _buffer(commands.add_parser("buffer", help="look into a run's replay buffer, check it, export it"))
@@ -280,6 +281,27 @@ def _run_export(args: argparse.Namespace) -> int:
     options += ["--step", str(args.step)] if args.step is not None else []
     options += ["--output", args.output] if args.output else []
     return _module("async_rl.learner.export", "--run", str(folders.old(args.run, args.runs)), *options)
+
+
+def _scale(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Workers that join catch up with the newest weights before they get work; workers that leave hand back what "
+        "they have, and others go on with it in mid-response. A resumed run has the size of its configuration again."
+    )
+    _of_run(parser)
+    parser.add_argument("--rollout-workers", type=int, required=True, metavar="N", help="workers to have, at least 1")
+    parser.set_defaults(command=_run_scale)
+
+
+def _run_scale(args: argparse.Namespace) -> int:
+    folder = folders.old(args.run, args.runs)
+    if args.rollout_workers < 1:
+        raise ConfigError("--rollout-workers", args.rollout_workers, "nobody would generate", "Use at least 1")
+    if not folders.going_on(folder):
+        raise ConfigError("RUN", args.run, "it is not going on", "Give --rollout-workers to `async-rl train --resume`")
+    pools.ask(folder, args.rollout_workers)
+    print(f"asked {folder} for {args.rollout_workers} rollout workers")
+    return 0
 
 
 def _eval(parser: argparse.ArgumentParser) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from time import monotonic
+
 from async_rl.config import DataConfig
 from async_rl.data.prompts import Prompts, difficulties, order
 from buffers import messages as m
@@ -23,6 +25,9 @@ class Feeder:
         self._start = start
         self._go_to(start)
         self.stats = m.Stats()
+        self.workers: list[str] = []
+        """Names of the workers that the buffer has."""
+        self.heard_at = monotonic()
         self.last_word = False
         """Whether `stats` answers the last question asked."""
 
@@ -41,6 +46,7 @@ class Feeder:
         """Waits up to `timeout_s` for the buffer and acts on everything it has said."""
         received = self._client.poll(timeout_s)
         while received is not None:
+            self.heard_at = monotonic()
             self._act(received[0])
             received = self._client.poll(0)
 
@@ -57,8 +63,8 @@ class Feeder:
         match message:
             case m.Credit(upto, place):
                 self._submit(upto, place)
-            case m.StatusReply(stats):
-                self.stats, self.last_word = stats, True
+            case m.StatusReply(stats, workers=workers):
+                self.stats, self.workers, self.last_word = stats, workers, True
             case m.Fatal(reason, stats):
                 self.stats = stats
                 raise RunFailed(reason)

@@ -71,6 +71,12 @@ def alone(folder: Path) -> Iterator[None]:
                 _remove(owner)
 
 
+def going_on(folder: Path) -> bool:
+    """Whether a supervisor has the run."""
+    with (folder / LOCK).open("a") as lock:
+        return not _locked(lock)
+
+
 def _locked(file: IO[str]) -> bool:
     """Takes an exclusive lock that ends with this process; False if another has it."""
     try:

@@ -28,15 +28,20 @@ from async_rl.weights.manifest import MANIFEST, REHEARSAL
 from buffers import messages as m
 from buffers.client import Client
 from buffers.errors import BufferFailure
-from launchers import devices, folders
+from launchers import devices, folders, pools
+from launchers.devices import Place
 from launchers.errors import ComponentDied, Interrupted, LaunchError, RunFailed, StartTimeout
 from launchers.feeder import Feeder
-from launchers.supervisor import RESTARTED, Supervisor
+from launchers.health import Health
+from launchers.supervisor import RESTARTED, Found, Supervisor, how_it_ended
 
+WORKER = "async_rl.rollout.worker"
 TURN_S = 0.1
+WORKER_GRACE_S = 15.0
+"""Time for a worker that the buffer has given up to be heard again, before it is killed."""
 LAST_WORD_S = 30.0
 BETWEEN_PROCESSES = ("buffer.endpoint", "rendezvous", "prompts.npz", MANIFEST, REHEARSAL)
-AT_THE_END = ("summary.json", "timeline.json", "reward.png", "eval.json")
+AT_THE_END = ("summary.json", "timeline.json", "reward.png", "eval.json", pools.FILE)
 """Files of a run's folder that a resumed run makes anew."""
 
 
@@ -64,9 +69,10 @@ class _Run:
     def __init__(self, config: Config, folder: Path) -> None:
         self.config = config
         self.folder = folder
-        # A buffer without a journal has nothing to go on from.
+        # A buffer without a journal has nothing to go on from, nor to offer again to a learner that goes back.
         restarted = ("worker",) if config.buffer.durability == "none" else RESTARTED
         self.supervisor = Supervisor(folder, config.launch.max_restarts, restarted)
+        self._health = Health(worker_grace_s=WORKER_GRACE_S, buffer_silence_s=config.launch.heartbeat_s)
         self.metrics = MetricsReader(folder)
         self.earlier_steps = len(list(self.metrics.new()))
         self.feeder: Feeder | None = None
@@ -76,6 +82,9 @@ class _Run:
         self._limit = 0.0
         self._moved = (0, 0, 0, -1)
         self._moved_at = time.monotonic()
+        self._stalled = False
+        """Whether the learner has been started again since anything moved."""
+        self._workers = config.rollout.workers
         self._tokens_before: int | None = None
         self._ticked = 0.0
 
@@ -101,10 +110,7 @@ class _Run:
         assert self.feeder is not None
         while not self.supervisor.done("learner"):
             self._turn()
-            for died in self.supervisor.check():
-                display.line(f"{died.name} was killed and is started again")
-                if died.role == "worker":
-                    self.feeder.lost(f"{died.name}#{died.process.pid}")
+            self._heed_deaths(self.supervisor.check(), display)
             self._heed_interrupt(display)
             for record in self.metrics.new():
                 _show(record, display, tracker)
@@ -113,10 +119,80 @@ class _Run:
             if self._every(1.0):
                 self.feeder.ask_status()
                 display.stats(self.feeder.stats)
-            self._watch_progress(deadline)
+                self._scale(display)
+                self._watch_health(display)
+            self._watch_progress(deadline, display)
         for record in self.metrics.new():
             _show(record, display, tracker)
         self._finish()
+
+    def _heed_deaths(self, found: Found, display: Display) -> None:
+        assert self.feeder is not None
+        for died in found.died:
+            display.line(f"{died.name} {how_it_ended(died.process.poll() or 0)} and is started again")
+        for gone in (*found.died, *found.left):
+            if gone.role == "worker":
+                self.feeder.lost(gone.process.identity)
+        for left in found.left:
+            display.line(f"{left.name} has left")
+        if found.ranks_lost:
+            self._restart_learner(display)
+
+    def _restart_learner(self, display: Display) -> None:
+        """All ranks from the newest checkpoint, or from the beginning; the others go on."""
+        reached = state.latest(self.folder / "checkpoints")
+        step = reached[1].step if reached else 0
+        truncate(self.folder, step)
+        self.metrics = MetricsReader(self.folder)
+        for record in self.metrics.new():
+            self.step = record["step"]
+        state.restored(self.folder, step)
+        for name in ("rendezvous", REHEARSAL):
+            (self.folder / name).unlink(missing_ok=True)
+        display.line(f"the learner goes on from step {step}")
+        self._start_ranks()
+
+    def _start_ranks(self) -> None:
+        for rank, place in enumerate(self._places()[1]):
+            self.supervisor.start("learner", "async_rl.learner.rank", rank, place)
+
+    def _places(self, workers: int | None = None) -> tuple[list[Place], list[Place]]:
+        rollout = msgspec.structs.replace(self.config.rollout, workers=workers or self.config.rollout.workers)
+        config = msgspec.structs.replace(self.config, rollout=rollout)
+        return devices.places(config, devices.here(), devices.gpus_here())
+
+    def _scale(self, display: Display) -> None:
+        """What `async-rl scale` has asked for."""
+        wanted = pools.asked(self.folder)
+        if wanted is None or wanted == self._workers:
+            return
+        supervisor = self.supervisor
+        leaving = {child.spec.rank for child in supervisor.children if child.role == "worker" and child.leaving}
+        taken = supervisor.ranks("worker")
+        start, dismiss = pools.changes(taken - leaving, taken, wanted)
+        places, _ = self._places(max([wanted, *(rank + 1 for rank in start)]))
+        for rank in start:
+            supervisor.start("worker", WORKER, rank, places[rank])
+        for child in supervisor.having("worker"):
+            if child.spec.rank in dismiss:
+                supervisor.dismiss(child)
+        for rank in dismiss:
+            supervisor.give_up("worker", rank)
+        display.line(f"rollout workers: {self._workers} -> {wanted}")
+        self._workers = wanted
+
+    def _watch_health(self, display: Display) -> None:
+        """A process that hangs is killed, so that it is started again."""
+        assert self.feeder is not None
+        now = time.monotonic()
+        workers = {child.process.identity: child for child in self.supervisor.having("worker")}
+        for identity in self._health.lost_workers(workers, self.feeder.workers, now):
+            display.line(f"{workers[identity].name} lives and is silent: it is killed")
+            workers[identity].process.kill()
+        if self._health.buffer_is_silent(self.feeder.heard_at, now):
+            display.line("the buffer lives and is silent: it is killed")
+            for child in self.supervisor.having("buffer"):
+                child.process.kill()
 
     def _turn(self) -> None:
         """Hears the buffer. That it can go no further does not matter to a run whose steps are done."""
@@ -139,11 +215,9 @@ class _Run:
         display.line(
             f"starting {self.config.rollout.workers} rollout workers, {self.config.learner.ranks} learner ranks"
         )
-        workers, ranks = devices.places(self.config, devices.here(), devices.gpus_here())
-        for rank, place in enumerate(ranks):
-            supervisor.start("learner", "async_rl.learner.rank", rank, place)
-        for rank, place in enumerate(workers):
-            supervisor.start("worker", "async_rl.rollout.worker", rank, place)
+        self._start_ranks()
+        for rank, place in enumerate(self._places()[0]):
+            supervisor.start("worker", WORKER, rank, place)
         self._feed()
 
     def _wait_for(self, ready: Callable[[], bool], what: str, deadline: float) -> None:
@@ -167,19 +241,27 @@ class _Run:
             start=found[1].cursor if found else 0,
         )
 
-    def _watch_progress(self, deadline: float) -> None:
-        """A process that hangs does not die: the run fails if nothing moves for too long."""
+    def _watch_progress(self, deadline: float, display: Display) -> None:
+        """A process that hangs does not die: if nothing moves for too long, the learner that has a batch is started
+        again, or the run fails."""
         assert self.feeder is not None
         now, stats, launch = time.monotonic(), self.feeder.stats, self.config.launch
         moved = (stats.tokens, stats.trained, stats.failed, stats.version)
         if moved != self._moved:
-            self._moved, self._moved_at = moved, now
+            self._moved, self._moved_at, self._stalled = moved, now, False
         if self._tokens_before is None and stats.limit:
             self._tokens_before = stats.tokens  # of the lives before this one
         generated = stats.tokens - (self._tokens_before or 0)
         if generated == 0 and now > deadline:
             raise RunFailed(f"no token was generated within launch.startup_s = {launch.startup_s:g} s")
-        if generated and now - self._moved_at > launch.stall_s:
+        if not generated or now - self._moved_at <= launch.stall_s:
+            return
+        ranks = self.supervisor.having("learner")
+        if stats.leased and ranks and not self._stalled:
+            self._stalled, self._moved_at = True, now
+            display.line(f"nothing has moved for launch.stall_s = {launch.stall_s:g} s: the learner is killed")
+            ranks[0].process.kill()
+        else:
             raise RunFailed(
                 f"no token was generated and no batch was trained for launch.stall_s = {launch.stall_s:g} s: "
                 f"a process hangs; logs are in {self.folder / 'logs'}"
@@ -209,6 +291,7 @@ class _Run:
             return
         if self.interrupted == 1:
             display.line("stopping after this step; press Ctrl-C again to stop at once")
+            self.supervisor.let_die("learner")
             self.supervisor.signal("learner", signal.SIGTERM)
             self._limit = time.monotonic() + self.config.launch.shutdown_s
             self.interrupted = 2

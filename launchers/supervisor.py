@@ -1,139 +1,185 @@
-"""The life of a run's processes: start, watch, end. A death is never silent."""
+"""The life of a run's processes: start, watch, start again, end. A death is never silent."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-
-import psutil
 
 from launchers.devices import Place
 from launchers.errors import ComponentDied
+from launchers.hosts import Handle, Host, LocalHost, Spec
 
-ANYWHERE = Place()
-RESTARTED = ("buffer", "worker")
-SHM = Path("/dev/shm")
+RESTARTED = ("buffer", "worker", "learner")
+TRY_AGAIN = 75
+"""Exit code (EX_TEMPFAIL) of a process that found itself stuck: a new one may get further."""
+BACKOFF_S = 1.0
+MOST_BACKOFF_S = 30.0
 KILL_S = 5.0
 """Longest time between the decision to end everything and its end."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Child:
-    """A process of the run. `name` is its role and number, as in its log."""
+    """A process of the run. `leaving`: it was asked to go, and its end is no death."""
 
-    name: str
-    role: str
-    process: subprocess.Popen[bytes]
-    log: Path
-    module: str
-    rank: int
-    place: Place
+    spec: Spec
+    process: Handle
+    leaving: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def role(self) -> str:
+        return self.spec.role
+
+
+@dataclass
+class Found:
+    """What `check` has seen: processes that had died and were dealt with, and those that left as they were asked to.
+
+    `ranks_lost`: a learner rank had died, and no rank is left; whoever knows what they start from starts them again.
+    """
+
+    died: list[Child] = field(default_factory=list)
+    left: list[Child] = field(default_factory=list)
+    ranks_lost: bool = False
 
 
 class Supervisor:
-    """Starts each process in a group of its own, so that a terminal's Ctrl-C reaches only the supervisor.
+    """Starts processes on a host and looks after them. A death by a signal, or by `TRY_AGAIN`, is made good:
 
-    A buffer or worker that a signal has killed is started again, each at most `max_restarts` times between two calls of
-    `progress`.
+        rollout worker   started again, the second time after a second, then two, four, ...
+        buffer           started again at once, from its journal
+        learner rank     all ranks are ended; `check` says so, and the caller starts the group from a checkpoint
+
+    each at most `max_restarts` times between two calls of `progress`. Any other end is an error.
     """
 
-    def __init__(self, folder: Path, max_restarts: int = 0, restarted: tuple[str, ...] = RESTARTED) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        max_restarts: int = 0,
+        restarted: tuple[str, ...] = RESTARTED,
+        host: Host | None = None,
+    ) -> None:
         self.folder = folder
+        self._host = host or LocalHost()
         self._restarted = restarted
         self._max_restarts = max_restarts
         self._restarts: Counter[str] = Counter()
+        self._due: list[tuple[float, Spec]] = []
+        """Processes to be started again, and when."""
         self.children: list[Child] = []
-        self._begun = time.time()
         (folder / "logs").mkdir(exist_ok=True)
 
-    def start(self, role: str, module: str, rank: int, place: Place = ANYWHERE) -> Child:
+    def start(self, role: str, module: str, rank: int, place: Place | None = None) -> Child:
         """Starts `python -m module --run FOLDER` with its output in `logs/`."""
-        name = f"{role}{rank}"
-        log = self.folder / "logs" / f"{name}.log"
-        command = [sys.executable, "-u", "-m", module, "--run", str(self.folder), "--rank", str(rank)]
-        command += ["--parent", str(os.getpid())]
-        if place.cores:
-            command += ["--cores", ",".join(map(str, place.cores))]
-        with log.open("ab") as out:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                env=_environment(place),
-                start_new_session=True,
-            )
-        child = Child(name, role, process, log, module, rank, place)
+        return self._start(Spec(self.folder, role, module, rank, place or Place()))
+
+    def _start(self, spec: Spec) -> Child:
+        child = Child(spec, self._host.start(spec))
         self.children.append(child)
         return child
 
-    def check(self) -> list[Child]:
-        """Starts again what can be and returns what had died. Raises `ComponentDied` if another process has ended with
-        an error, or at all where it should not."""
-        again: list[Child] = []
+    def check(self) -> Found:
+        """Starts again what can be. Raises `ComponentDied` if another process has ended with an error, or at all where
+        it should not."""
+        found = Found()
         for child in list(self.children):
             code = child.process.poll()
-            if code is None or (code == 0 and child.role not in RESTARTED):
+            if code is None or child not in self.children:
                 continue
-            if code < 0 and child.role in self._restarted and self._restarts[child.name] < self._max_restarts:
-                self._restart(child)
-                again.append(child)
-                continue
+            if child.leaving:
+                self.children.remove(child)
+                found.left.append(child)
+            elif code != 0 or child.role not in ("learner", "prepare"):
+                self._died(child, code, found)
+        now = time.monotonic()
+        for moment, spec in list(self._due):
+            if now >= moment:
+                self._due.remove((moment, spec))
+                self._start(spec)
+        return found
+
+    def _died(self, child: Child, code: int, found: Found) -> None:
+        name = "learner" if child.role == "learner" else child.name
+        spent = self._restarts[name] >= self._max_restarts
+        if not (code < 0 or code == TRY_AGAIN) or child.role not in self._restarted or spent:
             raise ComponentDied(f"{child.name} {how_it_ended(code)}{self._first_error(child)}")
-        return again
+        self._restarts[name] += 1
+        found.died.append(child)
+        again = [child] if child.role != "learner" else [each for each in self.children if each.role == "learner"]
+        for each in again:
+            each.process.kill()  # an engine's own processes too
+            self.children.remove(each)
+            with each.spec.log.open("a") as log:
+                print(f"--- {child.name} {how_it_ended(code)}; {each.name} is started again", file=log)
+        if child.role == "learner":
+            found.ranks_lost = True
+        elif child.role == "buffer":
+            self._start(child.spec)
+        else:
+            wait = min(MOST_BACKOFF_S, BACKOFF_S * 2 ** (self._restarts[name] - 2)) if self._restarts[name] > 1 else 0
+            self._due.append((time.monotonic() + wait, child.spec))
+
+    def let_die(self, role: str) -> None:
+        """Processes of a role are not started again any more."""
+        self._restarted = tuple(each for each in self._restarted if each != role)
 
     def progress(self) -> None:
         """The run has come further: what has died so far did not stop it."""
         self._restarts.clear()
 
-    def _restart(self, child: Child) -> None:
-        _kill_group(child.process.pid)  # an engine's own processes
-        self.children.remove(child)
-        self._restarts[child.name] += 1
-        with child.log.open("a") as log:
-            print(f"--- {child.name} was killed by a signal and is started again", file=log)
-        self.start(child.role, child.module, child.rank, child.place)
-
     def forget(self, role: str) -> None:
         """Drops processes that have ended well; their ids may be given to others."""
         self.children = [child for child in self.children if child.role != role]
 
+    def having(self, role: str) -> list[Child]:
+        """Those of a role that live and stay, in order of rank."""
+        return sorted((c for c in self.children if c.role == role and not c.leaving), key=lambda child: child.spec.rank)
+
+    def ranks(self, role: str) -> set[int]:
+        """Numbers of a role that are taken, those of processes yet to be started again too."""
+        taken = {child.spec.rank for child in self.children if child.role == role}
+        return taken | {spec.rank for _, spec in self._due if spec.role == role}
+
+    def dismiss(self, child: Child) -> None:
+        """Asks a worker to hand back what it has and to go."""
+        child.leaving = True
+        child.process.signal(signal.SIGUSR1)
+
+    def give_up(self, role: str, rank: int) -> bool:
+        """Does not start again a process that has died; True if there was one to be."""
+        before = len(self._due)
+        self._due = [each for each in self._due if (each[1].role, each[1].rank) != (role, rank)]
+        return len(self._due) < before
+
     def done(self, role: str) -> bool:
         """All processes of a role have ended well."""
-        return all(child.process.poll() == 0 for child in self.children if child.role == role)
+        children = [child for child in self.children if child.role == role]
+        return bool(children) and all(child.process.poll() == 0 for child in children)
 
     def signal(self, role: str, sig: signal.Signals) -> None:
         for child in self.children:
-            if child.role == role and child.process.poll() is None:
-                child.process.send_signal(sig)
+            if child.role == role:
+                child.process.signal(sig)
 
     def end(self) -> None:
         """Ends everything within `KILL_S`: SIGTERM to all, then SIGKILL to whole groups and to what they left."""
-        living = [child for child in self.children if child.process.poll() is None]
-        family = [process for child in living for process in _family(child.process.pid)]
-        memory = {path for process in family for path in _shared_memory(process, self._begun)}
-        for child in living:
-            child.process.terminate()
+        living = [child.process for child in self.children if child.process.poll() is None]
+        for process in living:
+            process.prepare_end()
+        for process in living:
+            process.signal(signal.SIGTERM)
         deadline = time.monotonic() + KILL_S / 2
-        for child in living:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.process.wait(max(0.05, deadline - time.monotonic()))
-            _kill_group(child.process.pid)
-        for process in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        for child in living:
-            child.process.wait(KILL_S)
-        # Engines that are killed leave the shared memory of their own processes.
-        for path in memory:
-            path.unlink(missing_ok=True)
+        for process in living:
+            process.finish(max(0.05, deadline - time.monotonic()))
+        self._host.close()
 
     def _first_error(self, died: Child) -> str:
         """The oldest recorded error of any process, else the end of the dead one's log."""
@@ -141,49 +187,10 @@ class Supervisor:
         errors = sorted(found, key=lambda path: path.stat().st_mtime)
         if errors:
             return f"; the first error, of {errors[0].stem}:\n{errors[0].read_text().rstrip()}"
-        tail = died.log.read_text(errors="replace").splitlines()[-15:]
-        return f"; the end of {died.log}:\n" + "\n".join(tail)
+        tail = died.spec.log.read_text(errors="replace").splitlines()[-15:]
+        return f"; the end of {died.spec.log}:\n" + "\n".join(tail)
 
 
 def how_it_ended(code: int) -> str:
     """`was killed by SIGKILL` or `ended with exit code 1`."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-
-
-def _environment(place: Place) -> dict[str, str]:
-    threads = str(len(place.cores) or os.cpu_count() or 1)
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": threads,
-        "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }
-    environment["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
-    return environment
-
-
-def _family(pid: int) -> list[psutil.Process]:
-    """A process and all its descendants."""
-    try:
-        process = psutil.Process(pid)
-        return [process, *process.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _shared_memory(process: psutil.Process, since: float) -> set[Path]:
-    """Shared memory and semaphores of Python's multiprocessing that a process has mapped, made after `since`."""
-    try:
-        mapped = {Path(mapping.path) for mapping in process.memory_maps()}
-        ours = {path for path in mapped if path.parent == SHM and path.name.startswith(("psm_", "sem."))}
-        return {path for path in ours if path.stat().st_ctime >= since}
-    except (psutil.Error, FileNotFoundError):
-        return set()
-
-
-def _kill_group(leader: int) -> None:
-    try:
-        os.killpg(leader, signal.SIGKILL)
-    except ProcessLookupError:
-        return

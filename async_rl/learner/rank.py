@@ -77,7 +77,8 @@ class Learner:
             server = None
             if over_network(self.config):
                 weights = self.config.weights
-                server = WeightsServer(weights.bind, process.keys(self.config), deltas=weights.deltas)
+                bind = process.bound(weights.bind, run)
+                server = WeightsServer(bind, process.keys(self.config), deltas=weights.deltas)
             self.publisher = Publisher(run.folder, segment_name(run.folder), self._wire_dtype(), models.tied, server)
 
     @property
@@ -311,6 +312,24 @@ def _device(rank: int, wanted: str) -> torch.device:
     return torch.device("cuda", rank % torch.cuda.device_count())
 
 
+def _rendezvous(run: process.Run) -> dist.Store:
+    """Where the ranks find each other: in a file if they are all on this host; else rank 0 listens, and says where in
+    the run's folder."""
+    file, world = run.folder / "rendezvous", run.config.learner.ranks
+    if run.address == process.LOOPBACK:
+        return dist.FileStore(str(file.resolve()), world)
+    if run.rank == 0:
+        store = dist.TCPStore(run.address, 0, world, is_master=True, wait_for_workers=False)
+        partial = file.with_suffix(".partial")
+        partial.write_text(f"{run.address} {store.port}")
+        partial.rename(file)
+        return store
+    while not file.exists():  # the supervisor ends a rank whose rank 0 never comes
+        time.sleep(0.05)
+    address, port = file.read_text().split()
+    return dist.TCPStore(address, int(port), world, is_master=False)
+
+
 def main() -> None:
     run = process.start("learner")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms ask for it
@@ -321,8 +340,7 @@ def main() -> None:
     on_gpu = run.config.launch.device != "cpu" and torch.cuda.is_available()
     dist.init_process_group(
         "cuda:nccl,cpu:gloo" if on_gpu else "gloo",
-        # Not by URL: torch does not undo the quoting of every character.
-        store=dist.FileStore(str((run.folder / "rendezvous").resolve()), run.config.learner.ranks),
+        store=_rendezvous(run),
         rank=run.rank,
         world_size=run.config.learner.ranks,
         # Ranks wait for rank 0 as long as generation takes; the supervisor notices who is dead.

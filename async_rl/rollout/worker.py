@@ -25,7 +25,7 @@ from async_rl.config import Config
 from async_rl.data.prompts import Prompts
 from async_rl.environments.config import EnvironmentConfig
 from async_rl.environments.protocol import find
-from async_rl.errors import EngineError, EnvironmentFailed, RequestRefused, RewardError
+from async_rl.errors import EngineError, EngineStuck, EnvironmentFailed, RequestRefused, RewardError
 from async_rl.rewards.runner import Rewards
 from async_rl.rewards.shaping import shaped
 from async_rl.rollout.engines import make
@@ -43,6 +43,9 @@ from async_rl.weights.transport import over_network, segment_name
 from buffers import messages as m
 from buffers.client import AsyncClient, Meter, read_endpoint
 from staleness.versions import show
+
+LEAVE_S = 10.0
+"""Longest time for the buffer to acknowledge what a worker sends before it goes."""
 
 
 def rewarded(outcome: m.Outcome, parts: list[float], config: Config) -> m.Outcome:
@@ -71,7 +74,9 @@ class Worker:
         self.run, self.config, self.engine = run, config, engine
         self.tokenizer = tokenizer_of(config.model.path)
         endpoint = read_endpoint(run.folder / "buffer.endpoint")
-        self.client = AsyncClient(endpoint, run.name, config.rollout.slots, keys=process.keys(config))
+        self.client = AsyncClient(endpoint, run.name, 0, keys=process.keys(config))
+        self.heard_at = time.monotonic()
+        """When the engine last yielded a token, or began to generate."""
         self.trajectories: dict[int, asyncio.Task[None]] = {}
         self.overhead = Meter()
         self.remote = None
@@ -97,7 +102,7 @@ class Worker:
         threads = ThreadPoolExecutor(self.config.rollout.slots + 4, thread_name_prefix="environment")
         asyncio.get_running_loop().set_default_executor(threads)
         await self.engine.start()
-        await self.client.hello()
+        await self.client.hello()  # without slots: it gets tickets when it has weights
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._inbox(tasks))
             tasks.create_task(self._flusher())
@@ -133,9 +138,20 @@ class Worker:
         while True:
             await asyncio.sleep(nap)
             self.busy.tick()
+            self._watch_engine(time.monotonic())
             self.usage.note(lambda: self.slots.seconds(time.monotonic()))
             if self.streamer.due(time.monotonic()):
                 await self._flush()
+
+    def _watch_engine(self, now: float) -> None:
+        """An engine that hangs is found by its silence."""
+        if not self.slots.now("generate"):
+            self.heard_at = now
+        elif now - self.heard_at > self.config.rollout.engine_timeout_s:
+            raise EngineStuck(
+                f"{self.slots.now('generate')} requests are running, and the engine has yielded no token for "
+                f"rollout.engine_timeout_s = {self.config.rollout.engine_timeout_s:g} s"
+            )
 
     async def _updater(self) -> None:
         """Brings the engine to the newest version."""
@@ -186,9 +202,13 @@ class Worker:
         return receipt.newest
 
     async def _applied(self, version: int) -> None:
+        first = self.version is None
         async with self.applied:
             self.version = version
             self.applied.notify_all()
+        if first:
+            self.client.session.slots = self.config.rollout.slots
+            await self.client.hello()
 
     # --- one trajectory ----------------------------------------------------------------------------------------
 
@@ -230,6 +250,7 @@ class Worker:
         """The response, the tokens of an earlier attempt first; every token is on its way when this returns."""
 
         def emit(tokens: list[int], logprobs: list[float], versions: list[int]) -> None:
+            self.heard_at = time.monotonic()
             with self.overhead:
                 self.streamer.add(ticket.id, tokens, logprobs, versions, now=time.monotonic())
 
@@ -293,6 +314,11 @@ class Worker:
     async def _flush(self) -> None:
         await self.client.flush(self.streamer.flush)
 
+    async def leave(self) -> None:
+        """Hands back what it has: all that was generated is sent, and others go on with it."""
+        await self._flush()
+        await self.client.leave(LEAVE_S)
+
     async def close(self) -> None:
         self.rewards.close()
         self.client.close()
@@ -320,9 +346,19 @@ async def serve(run: process.Run) -> None:
     )
     worker = Worker(run, engine)
     main = asyncio.create_task(_unwrapped(worker.main()))
+    leaving = asyncio.Event()
+
+    def leave() -> None:
+        leaving.set()
+        main.cancel()
+
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main.cancel)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, leave)
     try:
         await main
+    except asyncio.CancelledError:
+        if leaving.is_set():
+            await worker.leave()
     finally:
         await worker.close()
 

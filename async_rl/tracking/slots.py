@@ -50,6 +50,10 @@ class Slots:
         self._seconds["generate"] -= moved
         self._seconds["update"] += moved
 
+    def now(self, state: str) -> int:
+        """How many slots are in a state."""
+        return self._now[state]
+
     def seconds(self, now: float) -> dict[str, float]:
         self._settle(now)
         return {state: round(self._seconds[state], 4) for state in STATES}

@@ -103,7 +103,7 @@ def make_worker(tiny_model: Path, folder: Path, engine: QuickEngine, **rollout: 
         "reward": {"function": "tests.e2e.rewards:length"},
         "rollout": {"dtype": "float32", **rollout},
     }
-    return Worker(process.Run(folder, parse(tree), "worker", 0), engine)
+    return Worker(process.Run(folder, parse(tree), "worker", 0, process.LOOPBACK), engine)
 
 
 @asynccontextmanager

@@ -269,12 +269,35 @@ def test_tickets_sent_again_to_the_same_worker_are_of_the_new_attempt() -> None:
     assert cancelled(out, "w") == [m.Held(t.id, 1) for t in tickets]
 
 
-@pytest.mark.parametrize("slots", [0, -1])
-def test_a_worker_without_slots_is_refused_and_replaces_nobody(slots: int) -> None:
+def test_a_worker_with_nonsense_for_slots_is_refused_and_replaces_nobody() -> None:
     driver, _ = streamed()
-    with pytest.raises(ProtocolError, match="at least 1 is needed"):
-        driver.core.handle("w#2", m.Hello("worker", slots))
+    with pytest.raises(ProtocolError, match="-1 slots"):
+        driver.core.handle("w#2", m.Hello("worker", -1))
     assert list(driver.core.issuing.workers) == ["w"]
+
+
+def test_a_worker_that_gets_ready_hears_of_versions_and_gets_no_tickets_yet() -> None:
+    driver, tickets = streamed()
+    driver.send("feeder", m.Lost("w"))
+    out = driver.send("v", m.Hello("worker", 0))
+    assert granted(out, "v") == []
+    assert [s.message for s in out if isinstance(s.message, m.News)] == [m.News(1, changed=True)]
+    assert not driver.core.is_question("v", m.Hello("worker", 4))
+    out = driver.send("v", m.Hello("worker", 4))
+    assert [t.id for t in granted(out, "v")] == [t.id for t in tickets]
+
+
+def test_a_worker_that_leaves_hands_back_what_it_has_and_it_counts_as_no_death() -> None:
+    driver, tickets = streamed()
+    driver.send("v", m.Hello("worker", 4))
+    out = driver.send("w", m.Leave())
+    assert [(t.id, t.attempt) for t in granted(out, "v")] == [(t.id, 2) for t in tickets]
+    assert [t.prefix for t in granted(out, "v")] == [[5, 6, 7], [8], [], []]
+    assert all(driver.core.store.trajectories[t.id].deaths == 0 for t in tickets)
+    stats = driver.core.stats()
+    assert (stats.lost_workers, stats.reissued) == (0, len(tickets))
+    driver.send("w", m.Leave())  # said twice
+    assert driver.core.stats().reissued == len(tickets)
 
 
 # --- 6 names -----------------------------------------------------------------------------------------------------

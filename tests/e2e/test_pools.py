@@ -1,0 +1,77 @@
+"""Pools that change, processes that are killed and stopped, in whole runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from async_rl.tracking import metrics
+from experiments.proof import chaos
+from launchers import cli
+from tests.e2e import runs
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.mark.soak
+def test_two_minutes_of_faults(tmp_path: Path) -> None:
+    plan = chaos.Plan(seconds=120, every_s=15, stop_s=12, seed=3)
+    result = chaos.judged(tmp_path, plan, chaos.torment(tmp_path, plan))
+    bars = result["bars"]
+    assert isinstance(bars, dict)
+    assert all(bars.values()), result
+
+
+def test_workers_join_and_leave(tiny_model: Path, tmp_path: Path) -> None:
+    overrides = {
+        "steps": 100_000,
+        "rollout.slots": 3,
+        "rollout.max_tokens": 32,
+        "environment.name": "async_rl.environments.emulated:Tool",
+        "environment.params": {"latency_s": 0.5, "turns": 3},
+    }
+    started = runs.start(runs.config(tiny_model, tmp_path, **overrides))
+    started.until(lambda: started.steps() >= 2)
+
+    def scale(workers: int) -> int:
+        return cli.run(["scale", str(started.folder), "--rollout-workers", str(workers)])
+
+    def generated(worker: int) -> bool:
+        lines = (started.folder / "trace" / f"worker{worker}.jsonl").read_text() if len(logs()) > worker else ""
+        return '"name": "generate"' in lines
+
+    def logs() -> list[Path]:
+        return sorted((started.folder / "trace").glob("worker*.jsonl"))
+
+    assert scale(0) == 2
+    assert scale(3) == 0
+    started.until(lambda: generated(1) and generated(2))
+    assert scale(1) == 0
+    reached = started.steps()
+    started.until(lambda: started.steps() >= reached + 3 and workers(started) == 1)
+    assert scale(2) == 0  # a number that has become free is given again
+    started.until(lambda: started.steps() >= 0 and workers(started) == 2)
+    started.process.send_signal(2)
+    code, out = started.wait(60)
+    assert code == 130, out
+    assert out.count("has left") == 2
+    assert "rollout workers: 1 -> 3" in out
+    result = runs.adds_up(started.folder)
+    assert (result.lost_workers, result.discarded_tokens, result.tickets.failed) == (0, 0, 0)
+    assert result.reissued > 0
+    assert len(metrics.read(started.folder)) == result.steps
+    runs.nothing_left(started.folder, started.family)
+    assert scale(2) == 2  # it is not going on any more
+
+
+def workers(started: runs.Started) -> int:
+    return len([process for process in started.family if _is_worker(process)])
+
+
+def _is_worker(process: psutil.Process) -> bool:
+    try:
+        return "async_rl.rollout.worker" in process.cmdline()
+    except psutil.Error:
+        return False
