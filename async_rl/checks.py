@@ -287,6 +287,15 @@ def _emulation(config: Config) -> None:
         )  # fmt: skip
 
 
+def _ray(config: Config) -> None:
+    launch = config.launch
+    if launch.ray_address is not None and launch.launcher != "ray":
+        raise ConfigError(
+            "launch.ray_address", launch.ray_address, f"launch.launcher: {launch.launcher} starts no process there",
+            "Set launch.launcher=ray (--launcher ray)",
+        )  # fmt: skip
+
+
 def _run(config: Config) -> None:
     if config.launch.placement == "colocated":
         raise ConfigError(
@@ -300,7 +309,7 @@ def _run(config: Config) -> None:
 
 CHECKS: list[Callable[[Config], None]] = [
     _batch, _groups, _segments, _addresses, _learning, _sampling, _data, _environment, _rewards, _parallel, _lora,
-    _attention, _deterministic, _emulation, _run,
+    _attention, _deterministic, _emulation, _ray, _run,
 ]  # fmt: skip
 
 

@@ -212,8 +212,24 @@ class TrackingConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class LaunchConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Processes and devices."""
 
-    launcher: Literal["local"] = "local"
-    """`local`: processes on this machine."""
+    launcher: Literal["local", "ray"] = "local"
+    """`local`: processes on this machine. `ray`: on the nodes of a Ray cluster, which share the run's folder."""
+    ray_address: str | None = None
+    """Address of a cluster, `auto` for the one this machine belongs to; None starts one on this machine."""
+    worker_cpus: PositiveInt = 1
+    """CPUs that Ray is asked for, for each rollout worker."""
+    rank_cpus: PositiveInt = 1
+    """The same for each learner rank."""
+    worker_gpus: Annotated[float, Meta(ge=0)] | None = None
+    """GPUs that Ray is asked for, for each rollout worker. None: one, if the cluster has some and `device` allows."""
+    rank_gpus: Annotated[float, Meta(ge=0)] | None = None
+    """The same for each learner rank."""
+    worker_resources: dict[str, float] = {}
+    """Other resources of Ray's, for each rollout worker: by these a pool can be bound to some nodes."""
+    rank_resources: dict[str, float] = {}
+    """The same for each learner rank."""
+    runtime_env: dict[str, Any] = {}
+    """Ray's runtime environment: env_vars, pip, working_dir ..."""
     placement: Literal["disjoint", "colocated"] = "disjoint"
     """Rollout and learner pools on their own devices (cores on a CPU), or sharing them."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

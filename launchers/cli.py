@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -88,7 +89,8 @@ def _train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rollout-workers", type=int, metavar="N", help="size of the rollout pool")
     parser.add_argument("--learner-ranks", type=int, metavar="N", help="size of the learner pool")
     parser.add_argument("--placement", metavar="disjoint|colocated", help="pools on their own devices, or sharing them")
-    parser.add_argument("--launcher", metavar="local", help="how processes are started")
+    parser.add_argument("--launcher", metavar="local|ray", help="how processes are started")
+    parser.add_argument("--ray-address", metavar="HOST:PORT", help="Ray cluster to run on; auto: this machine's")
     parser.add_argument("--steps", type=int, metavar="N", help="learner steps")
     parser.add_argument("--name", metavar="NAME", help="name of the run's folder")
     parser.add_argument(
@@ -107,6 +109,7 @@ FLAGS = {
     "learner_ranks": "learner.ranks",
     "placement": "launch.placement",
     "launcher": "launch.launcher",
+    "ray_address": "launch.ray_address",
     "steps": "steps",
     "name": "name",
 }
@@ -132,7 +135,19 @@ def _run_train(args: argparse.Namespace) -> int:
         print(configuration.dump(config), end="")
         print("".join(f"# {line}\n" for line in _memory(config)), end="")
         return 0
-    return local.exit_code(local.launch(config, resumed or folders.new(config)).status)
+    folder = resumed or folders.new(config)
+    if config.launch.launcher == "ray":
+        return _on_ray(config, folder.resolve())
+    return local.exit_code(local.launch(config, folder).status)
+
+
+def _on_ray(config: Config, folder: Path) -> int:
+    """Becomes another program, which loads Ray."""
+    if folders.going_on(folder):
+        raise ConfigError("RUN", str(folder), "this run is going on", "Wait for its end, or stop it")
+    (folder / "config.yaml").write_text(configuration.dump(config))
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "launchers.ray_run", "--run", str(folder)])
 
 
 def _memory(config: Config) -> list[str]:
@@ -167,9 +182,10 @@ def _reached(run: Path) -> int:
 def check(config: Config, resumed: Path | None) -> None:
     """What can be known to be wrong before anything starts: model, devices, data, and whether a resumed run fits."""
     path = model.resolve(config.model.path)
-    devices.check(config, len(devices.gpus_here()))
     _check_model(config, path)
-    _check_memory(config)
+    if config.launch.launcher == "local":  # Ray knows what its nodes have
+        devices.check(config, len(devices.gpus_here()))
+        _check_memory(config)
     train, _ = sources.split(sources.rows(config.data), config.data)
     sources.check_size(config, len(train))
     if resumed is None:

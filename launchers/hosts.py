@@ -12,13 +12,16 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import psutil
 
+from async_rl.config import Config
 from async_rl.process import LOOPBACK
+from launchers import devices
 from launchers.devices import Place
 
 SHM = Path("/dev/shm")
@@ -37,7 +40,8 @@ class Spec:
     role: str
     module: str
     rank: int
-    place: Place
+    place: Place | None = None
+    """None: the host chooses one."""
 
     @property
     def name(self) -> str:
@@ -78,7 +82,15 @@ class Handle(Protocol):
 class Host(Protocol):
     """Starts processes."""
 
+    def configured(self, config: Config, folder: Path) -> Config:
+        """The configuration as the processes are to see it."""
+        ...
+
     def start(self, spec: Spec) -> Handle: ...
+
+    def release(self, name: str) -> None:
+        """The process of this name has left and will not be started again."""
+        ...
 
     def close(self) -> None: ...
 
@@ -86,8 +98,29 @@ class Host(Protocol):
 class LocalHost:
     """This machine."""
 
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def configured(self, config: Config, folder: Path) -> Config:
+        return config
+
     def start(self, spec: Spec) -> Handle:
-        return LocalProcess(spec)
+        return LocalProcess(replace(spec, place=spec.place or self._place(spec)))
+
+    def _place(self, spec: Spec) -> Place:
+        """As if the pool had been as large from the start as it is now."""
+        if spec.role not in ("worker", "learner"):
+            return Place()
+        rollout = self._config.rollout
+        rollout = msgspec.structs.replace(
+            rollout, workers=max(rollout.workers, spec.rank + 1 if spec.role == "worker" else 0)
+        )
+        config = msgspec.structs.replace(self._config, rollout=rollout)
+        workers, ranks = devices.places(config, devices.here(), devices.gpus_here())
+        return (workers if spec.role == "worker" else ranks)[spec.rank]
+
+    def release(self, name: str) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -102,8 +135,9 @@ class LocalProcess:
         self._memory: set[Path] = set()
         command = [sys.executable, "-u", "-m", spec.module, "--run", str(spec.folder), "--rank", str(spec.rank)]
         command += ["--parent", str(os.getpid()), "--address", address]
-        if spec.place.cores:
-            command += ["--cores", ",".join(map(str, spec.place.cores))]
+        place = spec.place or Place()
+        if place.cores:
+            command += ["--cores", ",".join(map(str, place.cores))]
         spec.log.parent.mkdir(exist_ok=True)
         with spec.log.open("ab") as out:
             self._process = subprocess.Popen(
@@ -111,7 +145,7 @@ class LocalProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                env=_environment(spec.place),
+                env=_environment(place),
                 start_new_session=True,
             )
 

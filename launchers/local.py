@@ -28,11 +28,11 @@ from async_rl.weights.manifest import MANIFEST, REHEARSAL
 from buffers import messages as m
 from buffers.client import Client
 from buffers.errors import BufferFailure
-from launchers import devices, folders, pools
-from launchers.devices import Place
+from launchers import folders, pools
 from launchers.errors import ComponentDied, Interrupted, LaunchError, RunFailed, StartTimeout
 from launchers.feeder import Feeder
 from launchers.health import Health
+from launchers.hosts import Host, LocalHost
 from launchers.supervisor import RESTARTED, Found, Supervisor, how_it_ended
 
 WORKER = "async_rl.rollout.worker"
@@ -45,14 +45,16 @@ AT_THE_END = ("summary.json", "timeline.json", "reward.png", "eval.json", pools.
 """Files of a run's folder that a resumed run makes anew."""
 
 
-def launch(config: Config, folder: Path) -> summary.Summary:
+def launch(config: Config, folder: Path, host: Host | None = None) -> summary.Summary:
     """Runs `config` in `folder` (new, or that of a run to resume) and returns what it came to. Never raises for a
-    failed run: the summary says so."""
+    failed run: the summary says so. `host`: where pools are; this machine if not given."""
     begun = time.monotonic()
     with folders.alone(folder), Display(folder.name, config.steps, folder) as display:
         _forget_the_past(folder, display)
+        host = host or LocalHost(config)
+        config = host.configured(config, folder)
         (folder / "config.yaml").write_text(configuration.dump(config))
-        run = _Run(config, folder)
+        run = _Run(config, folder, host)
         with _interruptible(run):
             tracker = _tracker(config, folder, display)
             status, error = run.live(display, tracker)
@@ -66,12 +68,12 @@ def launch(config: Config, folder: Path) -> summary.Summary:
 class _Run:
     """The processes of a run in progress and what connects them."""
 
-    def __init__(self, config: Config, folder: Path) -> None:
+    def __init__(self, config: Config, folder: Path, host: Host) -> None:
         self.config = config
         self.folder = folder
         # A buffer without a journal has nothing to go on from, nor to offer again to a learner that goes back.
         restarted = ("worker",) if config.buffer.durability == "none" else RESTARTED
-        self.supervisor = Supervisor(folder, config.launch.max_restarts, restarted)
+        self.supervisor = Supervisor(folder, host, config.launch.max_restarts, restarted)
         self._health = Health(worker_grace_s=WORKER_GRACE_S, buffer_silence_s=config.launch.heartbeat_s)
         self.metrics = MetricsReader(folder)
         self.earlier_steps = len(list(self.metrics.new()))
@@ -153,13 +155,8 @@ class _Run:
         self._start_ranks()
 
     def _start_ranks(self) -> None:
-        for rank, place in enumerate(self._places()[1]):
-            self.supervisor.start("learner", "async_rl.learner.rank", rank, place)
-
-    def _places(self, workers: int | None = None) -> tuple[list[Place], list[Place]]:
-        rollout = msgspec.structs.replace(self.config.rollout, workers=workers or self.config.rollout.workers)
-        config = msgspec.structs.replace(self.config, rollout=rollout)
-        return devices.places(config, devices.here(), devices.gpus_here())
+        for rank in range(self.config.learner.ranks):
+            self.supervisor.start("learner", "async_rl.learner.rank", rank)
 
     def _scale(self, display: Display) -> None:
         """What `async-rl scale` has asked for."""
@@ -170,9 +167,8 @@ class _Run:
         leaving = {child.spec.rank for child in supervisor.children if child.role == "worker" and child.leaving}
         taken = supervisor.ranks("worker")
         start, dismiss = pools.changes(taken - leaving, taken, wanted)
-        places, _ = self._places(max([wanted, *(rank + 1 for rank in start)]))
         for rank in start:
-            supervisor.start("worker", WORKER, rank, places[rank])
+            supervisor.start("worker", WORKER, rank)
         for child in supervisor.having("worker"):
             if child.spec.rank in dismiss:
                 supervisor.dismiss(child)
@@ -216,8 +212,8 @@ class _Run:
             f"starting {self.config.rollout.workers} rollout workers, {self.config.learner.ranks} learner ranks"
         )
         self._start_ranks()
-        for rank, place in enumerate(self._places()[0]):
-            supervisor.start("worker", WORKER, rank, place)
+        for rank in range(self.config.rollout.workers):
+            supervisor.start("worker", WORKER, rank)
         self._feed()
 
     def _wait_for(self, ready: Callable[[], bool], what: str, deadline: float) -> None:

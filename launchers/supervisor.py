@@ -8,9 +8,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launchers.devices import Place
 from launchers.errors import ComponentDied
-from launchers.hosts import Handle, Host, LocalHost, Spec
+from launchers.hosts import Handle, Host, Spec
 
 RESTARTED = ("buffer", "worker", "learner")
 TRY_AGAIN = 75
@@ -60,15 +59,9 @@ class Supervisor:
     each at most `max_restarts` times between two calls of `progress`. Any other end is an error.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        max_restarts: int = 0,
-        restarted: tuple[str, ...] = RESTARTED,
-        host: Host | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, host: Host, max_restarts: int = 0, restarted: tuple[str, ...] = RESTARTED) -> None:
         self.folder = folder
-        self._host = host or LocalHost()
+        self._host = host
         self._restarted = restarted
         self._max_restarts = max_restarts
         self._restarts: Counter[str] = Counter()
@@ -77,9 +70,9 @@ class Supervisor:
         self.children: list[Child] = []
         (folder / "logs").mkdir(exist_ok=True)
 
-    def start(self, role: str, module: str, rank: int, place: Place | None = None) -> Child:
+    def start(self, role: str, module: str, rank: int) -> Child:
         """Starts `python -m module --run FOLDER` with its output in `logs/`."""
-        return self._start(Spec(self.folder, role, module, rank, place or Place()))
+        return self._start(Spec(self.folder, role, module, rank))
 
     def _start(self, spec: Spec) -> Child:
         child = Child(spec, self._host.start(spec))
@@ -96,6 +89,7 @@ class Supervisor:
                 continue
             if child.leaving:
                 self.children.remove(child)
+                self._host.release(child.name)
                 found.left.append(child)
             elif code != 0 or child.role not in ("learner", "prepare"):
                 self._died(child, code, found)

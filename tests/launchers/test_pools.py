@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.config import Config
 from launchers import pools
 from launchers.errors import ComponentDied
 from launchers.health import Health
@@ -91,6 +92,11 @@ class FakeHost:
         process = self.by_name[spec.name] = FakeProcess(spec, len(self.started))
         return process
 
+    def configured(self, config: Config, folder: Path) -> Config:
+        return config
+
+    def release(self, name: str) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -101,7 +107,7 @@ def host() -> FakeHost:
 
 @pytest.fixture
 def supervisor(tmp_path: Path, host: FakeHost) -> Supervisor:
-    supervisor = Supervisor(tmp_path, 2, host=host)
+    supervisor = Supervisor(tmp_path, host, 2)
     for role, count in (("buffer", 1), ("learner", 2), ("worker", 2)):
         for rank in range(count):
             supervisor.start(role, "module", rank)
