@@ -39,10 +39,11 @@ simulate: setup
 test-gpu: setup
 	$(BIN)/pytest -m gpu
 
-# The figures that the README and the issues claim, one target each; two hours in all.
+# The figures that the README and the issues claim, one target each; three hours in all.
 proof: proof-quickstart proof-inflight proof-synchronous proof-asynchronous proof-refusals proof-trl \
 	proof-dapo proof-cispo proof-ppo proof-lora proof-learner \
-	proof-ingest proof-simulate proof-bounded proof-faults proof-journal
+	proof-ingest proof-simulate proof-bounded proof-faults proof-journal \
+	proof-overlap proof-weights proof-ray proof-chaos proof-scale
 
 proof-trl: setup
 	$(BIN)/pip install -q -c constraints.txt trl==1.16.0
@@ -62,6 +63,13 @@ proof-simulate proof-bounded proof-faults: setup
 proof-learner: setup
 	$(BIN)/async-rl model fetch smollm2-135m
 	$(BIN)/python -m experiments.proof.learner
+
+proof-overlap proof-weights proof-ray: setup
+	$(BIN)/async-rl model fetch smollm2-135m
+	$(BIN)/python -m experiments.proof.pools $(@:proof-%=%)
+
+proof-chaos proof-scale: setup
+	$(BIN)/python -m experiments.proof.$(@:proof-%=%)
 
 proof-%: setup
 	$(BIN)/async-rl model fetch smollm2-135m

@@ -446,6 +446,12 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     learner.add_argument("--repeat", type=int, default=3, metavar="N", help="measured turns (default: 3)")
     learner.set_defaults(command=_bench_learner)
 
+    weights = actions.add_parser("weights", help="what a weight update costs: learner, engine, network; minutes")
+    weights.add_argument("--json", metavar="FILE", help="also write the result here")
+    weights.add_argument("--model", default="smollm2-135m", metavar="PATH", help="model (default: smollm2-135m)")
+    weights.add_argument("--rate", default="1e-6", metavar="LR", help="learning rate of the deltas (default: 1e-6)")
+    weights.set_defaults(command=_bench_weights)
+
     overlap.arguments(actions.add_parser("overlap", help="asynchronous against synchronous, on emulated devices"))
     actions.choices["overlap"].set_defaults(command=overlap.command)
 
@@ -453,6 +459,11 @@ def _bench(parser: argparse.ArgumentParser) -> None:
 def _bench_learner(args: argparse.Namespace) -> int:
     options = [*(["--json", args.json] if args.json else []), "--model", args.model, "--repeat", str(args.repeat)]
     return _module("async_rl.benchmarks.learner", *options)
+
+
+def _bench_weights(args: argparse.Namespace) -> int:
+    options = [*(["--json", args.json] if args.json else []), "--model", args.model, "--rate", args.rate]
+    return _module("async_rl.benchmarks.weights", *options)
 
 
 def _bench_buffer(args: argparse.Namespace) -> int:

@@ -104,7 +104,7 @@ class WeightsClient:
                     step = b"".join(parts[offset] for offset in sorted(parts))
                     await asyncio.to_thread(delta.apply, step, delta.words(target, shm.itemsize(here)))
                     self.pulled.deltas += piece.size
-        await asyncio.to_thread(shm.read, here)
+        await asyncio.to_thread(shm.verify, here)
 
     async def _download(self, piece: Piece, put: Callable[[int, bytes], None]) -> None:
         """Asks for parts, a few ahead, until all are there."""

@@ -93,8 +93,7 @@ class Receiver:
         if manifest is None:
             return None
         try:
-            with shm.hold(manifest):
-                await self._engine.update(manifest)
+            await self._update(manifest)
         except shm.Overtaken:
             return None
         return await self._prove(manifest)
@@ -104,13 +103,18 @@ class Receiver:
         while True:
             manifest, newest = await self._source.newest()
             try:
-                with shm.hold(manifest):
-                    pause = await self._engine.update(manifest)
+                pause = await self._update(manifest)
             except shm.Overtaken:
                 await asyncio.sleep(0.01)
                 continue
             await on_version(manifest.version)
             return Receipt(manifest.version, pause, await self._prove(manifest), newest)
+
+    async def _update(self, manifest: Manifest) -> float:
+        """Seconds of pause. Generation goes on while checksums are compared."""
+        with shm.hold(manifest):
+            await asyncio.to_thread(shm.verify, manifest)
+            return await self._engine.update(manifest)
 
     async def _prove(self, manifest: Manifest) -> float | None:
         if manifest.probe is None or not manifest.probe.logprobs:

@@ -113,15 +113,22 @@ def _read(path: Path) -> bool:
 
 
 def read(manifest: Manifest) -> list[tuple[str, Tensor]]:
-    """The published tensors, mapped and checked; the caller's process, or its parent, `hold`s the segment."""
+    """The published tensors, mapped; the caller's process, or its parent, `hold`s the segment and `verify`-ed it."""
     memory = _mapped(manifest)
     tensors: list[tuple[str, Tensor]] = []
     for entry in manifest.tensors:
         raw = np.frombuffer(memory, np.uint8, entry.nbytes, entry.offset)
-        if checksum(raw) != entry.checksum:
-            raise WeightsError(f"{entry.name} of version {manifest.version}: the checksum differs")
         tensors.append((entry.name, torch.from_numpy(raw).view(getattr(torch, entry.dtype)).view(entry.shape)))
     return tensors
+
+
+def verify(manifest: Manifest) -> None:
+    """Raises `WeightsError` if the bytes of a segment are not those that were published. Apart from `read`, since an
+    engine need not stand still for it."""
+    memory = _mapped(manifest)
+    for entry in manifest.tensors:
+        if checksum(np.frombuffer(memory, np.uint8, entry.nbytes, entry.offset)) != entry.checksum:
+            raise WeightsError(f"{entry.name} of version {manifest.version}: the checksum differs")
 
 
 # --- segments as bytes, for their way to other hosts -------------------------------------------------------------

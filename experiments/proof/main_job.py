@@ -41,8 +41,8 @@ def async_rl(*arguments: str) -> tuple[int, float, str]:
     return done.returncode, time.monotonic() - start, done.stderr
 
 
-def quickstart(runs: Path) -> Result:
-    code, _, _ = async_rl("train", "quickstart", "--set", f"folder={runs}")
+def quickstart(runs: Path, *arguments: str) -> Result:
+    code, _, _ = async_rl("train", "quickstart", "--set", f"folder={runs}", *arguments)
     found = summary.read(runs / "quickstart")
     async_rl("eval", "quickstart", "--runs", str(runs))
     held_out = json.loads((runs / "quickstart" / "eval.json").read_text())

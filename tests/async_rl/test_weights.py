@@ -68,7 +68,7 @@ def test_a_changed_byte_is_found(publisher: Publisher) -> None:
         file.seek(manifest.tensors[1].offset)
         file.write(b"\x01")
     with pytest.raises(WeightsError, match=r"b\.weight of version 3: the checksum differs"):
-        shm.read(manifest)
+        shm.verify(manifest)
 
 
 def test_an_old_manifest_is_overtaken_and_the_newest_is_read_instead(publisher: Publisher, tmp_path: Path) -> None:

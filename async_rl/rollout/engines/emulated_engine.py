@@ -94,7 +94,7 @@ class EmulatedEngine:
         self._going.clear()
         self._clock.stop()
         if read is not None:
-            await asyncio.to_thread(shm.read, read)
+            shm.read(read)
             await asyncio.sleep(self._config.update_s)
         self._since.append(self._clock.now())
         self._versions.append(version)

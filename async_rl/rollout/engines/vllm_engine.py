@@ -90,7 +90,7 @@ class VllmEngine:
         await self._engine.update_weight_version(str(self._version))
 
     @property
-    def _running(self) -> AsyncLLM:
+    def running(self) -> AsyncLLM:
         if self._engine is None:
             raise EngineError("the engine has not been started")
         return self._engine
@@ -134,7 +134,7 @@ class VllmEngine:
         prompt = {"prompt_token_ids": request.prompt, "cache_salt": str(self._version)}
         labels = self._labels[request.id] = deque()
         try:
-            async for output in self._running.generate(prompt, sampling, request.id, lora_request=self._adapter):
+            async for output in self.running.generate(prompt, sampling, request.id, lora_request=self._adapter):
                 yield _delta(output.outputs[0], labels)
         except (ValueError, VLLMValidationError) as error:
             raise RequestRefused(str(error)) from error
@@ -148,10 +148,10 @@ class VllmEngine:
         if self._config.learner.lora.rank:
             await self._update_adapter(manifest)
             return perf_counter() - start
-        async with self._paused():
-            await self._running.start_weight_update()
-            await self._running.update_weights(WeightTransferUpdateRequest({"manifest": msgspec.to_builtins(manifest)}))
-            await self._running.finish_weight_update(str(manifest.version))
+        async with self.paused():
+            await self.running.start_weight_update()
+            await self.running.update_weights(WeightTransferUpdateRequest({"manifest": msgspec.to_builtins(manifest)}))
+            await self.running.finish_weight_update(str(manifest.version))
             self._version = manifest.version
         return perf_counter() - start
 
@@ -161,24 +161,24 @@ class VllmEngine:
 
         with tempfile.TemporaryDirectory(prefix="async-rl-adapter-") as folder:
             adapters.write(Path(folder), shm.read(manifest), self._config.learner.lora)
-            async with self._paused():
-                await self._running.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))
-                await self._running.update_weight_version(str(manifest.version))
+            async with self.paused():
+                await self.running.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))
+                await self.running.update_weight_version(str(manifest.version))
                 self._version = manifest.version
         self._adapter = LoRARequest("policy", 1, folder)
 
     async def relabel(self, version: int) -> None:
-        async with self._paused():
-            await self._running.update_weight_version(str(version))
+        async with self.paused():
+            await self.running.update_weight_version(str(version))
             self._version = version
 
     @asynccontextmanager
-    async def _paused(self) -> AsyncIterator[None]:
+    async def paused(self) -> AsyncIterator[None]:
         """Generation stands still at a step boundary for the length of the block; requests are kept."""
         self._settled.clear()
-        await self._running.pause_generation(mode="keep", clear_cache=False)
+        await self.running.pause_generation(mode="keep", clear_cache=False)
         yield
-        await self._running.resume_generation()
+        await self.running.resume_generation()
         self._settled.set()
 
     async def score(self, tokens: list[int]) -> list[float]:
@@ -188,7 +188,7 @@ class VllmEngine:
         prompt = {"prompt_token_ids": tokens, "cache_salt": f"probe{self._version}"}
         last = None
         name = f"probe-{self._version}-{perf_counter()}"
-        async for output in self._running.generate(prompt, sampling, name, lora_request=self._adapter):
+        async for output in self.running.generate(prompt, sampling, name, lora_request=self._adapter):
             last = output
         if last is None or last.prompt_logprobs is None:
             raise EngineError("vLLM returned no prompt log-probs for a probe")
