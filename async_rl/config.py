@@ -194,6 +194,9 @@ class WeightsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Address at which the learner serves weights over zmq. `{host}`: that of its host, on one machine 127.0.0.1."""
     deltas: bool = True
     """Over zmq, send what changed since a version that the receiver has; exact."""
+    kv_after_update: Literal["keep", "recompute"] = "keep"
+    """What running requests have of their past: `keep` the KV of the weights that made it, or `recompute` it with the
+    new ones before they go on."""
     probe_every: PositiveInt = 10
     """Versions between proofs of receipt by probe log-probs; the first two are always proven."""
 

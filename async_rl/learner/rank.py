@@ -104,6 +104,8 @@ class Learner:
             trained = time.time()
             if result is not None:
                 self._publish()
+            else:
+                dist.barrier()  # a commit retires the batch, which every rank must have fetched
             self._commit(planned, changed=result is not None)
             self._report(planned, batch, mine, result, waited, started, trained, time.time())
             self._durable(self.checkpoints.finished())

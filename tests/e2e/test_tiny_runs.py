@@ -245,6 +245,14 @@ def test_a_batch_without_a_gradient_is_skipped_and_counted(tiny_model: Path, tmp
     assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
 
 
+def test_a_skipped_batch_is_not_retired_before_every_rank_has_it(tiny_model: Path, tmp_path: Path) -> None:
+    """Without a gradient nothing else holds rank 0 back."""
+    overrides = {"steps": 60, "reward.function": "tests.e2e.rewards:constant", "learner.ranks": 2}
+    code, out, folder = runs.train(runs.config(tiny_model, tmp_path, **overrides))
+    assert code == 0, out
+    assert runs.adds_up(folder).skipped_steps == 60
+
+
 def test_a_generator_that_refuses_every_request_ends_the_run(tmp_path: Path) -> None:
     """failures.md 1: the model has fewer positions than a request needs."""
     from async_rl.benchmarks import tiny

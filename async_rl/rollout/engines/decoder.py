@@ -77,7 +77,7 @@ class Decoder:
     """decoder = Decoder(path, config.rollout, length=512, seed=0)
     running = decoder.submit(request)
     while decoder.busy: for running, delta in decoder.step(): ...
-    decoder.load(tensors, version)  # between two steps; running requests keep their KV
+    decoder.load(tensors, version)  # between two steps; running requests keep their KV, or have it computed again
 
     `alone`: every forward pass has one token of one sequence. Then a token depends on the weights, its request's seed
     and what comes before it, to the last bit: not on what else is running, nor on where its request began.
@@ -133,7 +133,7 @@ class Decoder:
         self._waiting.append(running)
         return running
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load(self, tensors: Iterable[tuple[str, Tensor]], version: int, *, recompute: bool = False) -> None:
         """New weights, complete and under the model's own names: of all that is trained."""
         published = dict(tensors)
         check_names(set(published), set(self._published))
@@ -141,6 +141,16 @@ class Decoder:
             for name, parameter in self._published.items():
                 parameter.copy_(published[name])
         self.version = version
+        if recompute:
+            self._recompute()
+
+    def _recompute(self) -> None:
+        """The KV of all that is running, as if the weights loaded had made it."""
+        with torch.inference_mode():
+            for running in self._running.values():
+                running.length = 0
+                if not self._alone:  # else the next step does it, token by token
+                    self._logits([running], torch.tensor([running.request.prompt + running.tokens[:-1]]))
 
     def score(self, tokens: list[int]) -> list[float]:
         """Log-probs at temperature 1 of `tokens[1:]`, each given all before it."""

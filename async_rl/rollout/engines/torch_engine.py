@@ -72,7 +72,8 @@ class TorchEngine:
     async def update(self, manifest: Manifest) -> float:
         start = perf_counter()
         async with self._boundary:
-            await self._in_thread(lambda: self._decoder.load(shm.read(manifest), manifest.version))
+            recompute = self._config.weights.kv_after_update == "recompute"
+            await self._in_thread(lambda: self._decoder.load(shm.read(manifest), manifest.version, recompute=recompute))
         return perf_counter() - start
 
     async def relabel(self, version: int) -> None:

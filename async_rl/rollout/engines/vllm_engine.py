@@ -117,6 +117,11 @@ class VllmEngine:
         from vllm.exceptions import VLLMValidationError
         from vllm.sampling_params import RequestOutputKind
 
+        if len(request.prompt) + request.max_tokens > self._max_model_tokens:
+            raise RequestRefused(
+                f"a prompt of {len(request.prompt)} tokens and {request.max_tokens} new ones exceed the engine's "
+                f"{self._max_model_tokens}"
+            )
         # A request made during an update would carry the old version's salt and run with the new weights.
         await self._settled.wait()
         rollout = self._config.rollout
@@ -148,7 +153,7 @@ class VllmEngine:
         if self._config.learner.lora.rank:
             await self._update_adapter(manifest)
             return perf_counter() - start
-        async with self.paused():
+        async with self.paused(recompute=self._config.weights.kv_after_update == "recompute"):
             await self.running.start_weight_update()
             await self.running.update_weights(WeightTransferUpdateRequest({"manifest": msgspec.to_builtins(manifest)}))
             await self.running.finish_weight_update(str(manifest.version))
@@ -161,7 +166,7 @@ class VllmEngine:
 
         with tempfile.TemporaryDirectory(prefix="async-rl-adapter-") as folder:
             adapters.write(Path(folder), shm.read(manifest), self._config.learner.lora)
-            async with self.paused():
+            async with self.paused(recompute=self._config.weights.kv_after_update == "recompute"):
                 await self.running.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))
                 await self.running.update_weight_version(str(manifest.version))
                 self._version = manifest.version
@@ -173,10 +178,11 @@ class VllmEngine:
             self._version = version
 
     @asynccontextmanager
-    async def paused(self) -> AsyncIterator[None]:
-        """Generation stands still at a step boundary for the length of the block; requests are kept."""
+    async def paused(self, *, recompute: bool = False) -> AsyncIterator[None]:
+        """Generation stands still at a step boundary for the length of the block; requests are kept. `recompute`: what
+        is known of them is forgotten, and computed again when they go on."""
         self._settled.clear()
-        await self.running.pause_generation(mode="keep", clear_cache=False)
+        await self.running.pause_generation(mode="keep", clear_cache=recompute)
         yield
         await self.running.resume_generation()
         self._settled.set()
