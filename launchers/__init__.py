@@ -4,6 +4,7 @@
 `local`       a run, start to summary; on this machine or the host it is given
 `supervisor`  the life of the processes of a run
 `hosts`       where processes live; `ray_host`, `ray_run`: on a Ray cluster
+`launch_files` a Slurm script and a KubeRay manifest
 `pools`       growing and shrinking while a run goes on
 `health`      processes that live and do nothing
 `feeder`      prompts to the buffer, on its credit

@@ -21,7 +21,7 @@ from async_rl.data import sources
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.learner import state
 from buffers.errors import BufferFailure
-from launchers import devices, folders, local, pools
+from launchers import devices, folders, launch_files, local, pools
 from launchers.errors import LaunchError
 
 USAGE = 2
@@ -51,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(metavar="COMMAND", required=True)
     _train(commands.add_parser("train", help="train a model", formatter_class=argparse.RawDescriptionHelpFormatter))
     _export_model(commands.add_parser("export", help="a checkpoint as a Hugging Face folder"))
+    _launch_files(commands.add_parser("launch-files", help="a Slurm script and a KubeRay manifest for a run"))
     _scale(commands.add_parser("scale", help="change the size of the rollout pool of a run that is going on"))
     _eval(commands.add_parser("eval", help="accuracy on the held-out prompts, before against after training"))
     _model(commands.add_parser("model", help="models that come as packages"))
@@ -297,6 +298,45 @@ def _run_export(args: argparse.Namespace) -> int:
     options += ["--step", str(args.step)] if args.step is not None else []
     options += ["--output", args.output] if args.output else []
     return _module("async_rl.learner.export", "--run", str(folders.old(args.run, args.runs)), *options)
+
+
+def _launch_files(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Write run.sbatch (Slurm) and rayjob.yaml (KubeRay), each of which starts a Ray cluster and the run on it, and "
+        "goes on with the run when the scheduler starts it again. Look them over: partitions, accounts, images and "
+        "volumes are your cluster's."
+    )
+    add = parser.add_argument
+    add("config", metavar="CONFIG", help="YAML file or preset; a path as the nodes see it")
+    add("--output", metavar="DIR", default=".", help="folder for the files (default: here)")
+    add("--nodes", type=int, default=2, metavar="N", help="nodes or pods (default: 2)")
+    add("--cpus", type=int, default=16, metavar="N", help="cores of each (default: 16)")
+    add("--gpus", type=int, default=8, metavar="N", help="GPUs of each (default: 8)")
+    add("--time", default="24:00:00", metavar="T", help="Slurm's time limit (default: 24:00:00)")
+    add("--image", default="async-rl:latest", metavar="IMAGE", help="container image (default: async-rl:latest)")
+    add("--claim", default="shared", metavar="NAME", help="persistent volume claim that pods share (default: shared)")
+    parser.set_defaults(command=_write_launch_files)
+
+
+def _write_launch_files(args: argparse.Namespace) -> int:
+    config = configuration.load(configuration.find(args.config))
+    members = config.rollout.workers + config.learner.ranks
+    for flag, least in (("nodes", 1), ("cpus", 1), ("gpus", 0)):
+        if getattr(args, flag) < least:
+            raise ConfigError(f"--{flag}", getattr(args, flag), "no cluster is that small", f"Use at least {least}")
+    if args.gpus and args.nodes * args.gpus < members:
+        raise ConfigError(
+            "--gpus", args.gpus, f"{args.nodes} nodes have {args.nodes * args.gpus}, and the pools want {members}",
+            "Use more nodes, or smaller pools",
+        )  # fmt: skip
+    size = {"nodes": args.nodes, "cpus": args.cpus, "gpus": args.gpus}
+    texts = {
+        "run.sbatch": launch_files.slurm(config, args.config, **size, time=args.time),
+        "rayjob.yaml": launch_files.kuberay(config, args.config, **size, image=args.image, claim=args.claim),
+    }
+    for path in launch_files.write(Path(args.output), texts):
+        print(path)
+    return 0
 
 
 def _scale(parser: argparse.ArgumentParser) -> None:
