@@ -297,11 +297,10 @@ def _ray(config: Config) -> None:
 
 
 def _run(config: Config) -> None:
-    if config.launch.placement == "colocated":
+    if config.launch.placement != "disjoint" and config.launch.launcher == "ray":
         raise ConfigError(
-            "launch.placement", "colocated",
-            "time-sharing of one set of devices by both pools is not built yet",
-            "Use disjoint; on one machine the pools get their own cores",
+            "launch.placement", config.launch.placement, "on Ray each pool has places of its own",
+            "Use disjoint, or launch.launcher=local",
         )  # fmt: skip
     if not re.fullmatch(r"\w[\w.\-]{0,99}", config.name):
         raise ConfigError("name", config.name, "it names a folder", "Use up to 100 letters, digits, '.', '_' and '-'")

@@ -111,6 +111,8 @@ class RolloutConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Compute type of the engine."""
     engine_timeout_s: PositiveFloat = 300.0
     """Longest time in which an engine with running requests yields no token; then its worker is started again."""
+    gpu_memory_share: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    """Share of a GPU's memory that a vLLM engine takes; less of it with `launch.placement: concurrent`."""
     kv_cache_gib: PositiveInt = 1
     """KV cache of a vLLM engine on a CPU, in GiB."""
 
@@ -233,8 +235,9 @@ class LaunchConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The same for each learner rank."""
     runtime_env: dict[str, Any] = {}
     """Ray's runtime environment: env_vars, pip, working_dir ..."""
-    placement: Literal["disjoint", "colocated"] = "disjoint"
-    """Rollout and learner pools on their own devices (cores on a CPU), or sharing them."""
+    placement: Literal["disjoint", "colocated", "concurrent"] = "disjoint"
+    """Pools on their own devices (cores on a CPU); `colocated` on the same, in turns; `concurrent` on the same at once,
+    where memory allows."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes GPUs if there are any."""
     pin_cores: bool = True

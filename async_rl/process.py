@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -58,6 +59,7 @@ def start(role: str) -> Run:
     parser.add_argument("--parent", type=int, required=True, help="process to end with")
     args = parser.parse_args()
     die_with_parent(args.parent)
+    faulthandler.register(signal.SIGUSR2)  # `kill -USR2`: where every thread is, into the log
     if args.cores:
         os.sched_setaffinity(0, {int(core) for core in args.cores.split(",")})
     run = Run(args.run, load(args.run / "config.yaml"), role, args.rank, args.address)

@@ -89,7 +89,11 @@ def _train(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rollout-workers", type=int, metavar="N", help="size of the rollout pool")
     parser.add_argument("--learner-ranks", type=int, metavar="N", help="size of the learner pool")
-    parser.add_argument("--placement", metavar="disjoint|colocated", help="pools on their own devices, or sharing them")
+    parser.add_argument(
+        "--placement",
+        metavar="disjoint|colocated|concurrent",
+        help="pools on devices of their own, or on the same: in turns, or at once",
+    )
     parser.add_argument("--launcher", metavar="local|ray", help="how processes are started")
     parser.add_argument("--ray-address", metavar="HOST:PORT", help="Ray cluster to run on; auto: this machine's")
     parser.add_argument("--steps", type=int, metavar="N", help="learner steps")

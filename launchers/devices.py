@@ -51,19 +51,28 @@ def check(config: Config, gpus: int) -> None:
         ):
             if value:
                 raise ConfigError(path, getattr(config.learner, path.split(".")[1]), why, "Leave it out without a GPU")
-    wanted = config.rollout.workers + config.learner.ranks
+    pools = config.rollout.workers, config.learner.ranks
+    wanted = sum(pools) if config.launch.placement == "disjoint" else max(pools)
     if (config.launch.device == "cuda" or (config.launch.device == "auto" and gpus)) and gpus < wanted:
         raise ConfigError(
             "launch.device", config.launch.device,
-            f"disjoint pools of {config.rollout.workers} rollout workers and {config.learner.ranks} learner ranks need "
+            f"{config.launch.placement} pools of {config.rollout.workers} rollout workers and "
+            f"{config.learner.ranks} learner ranks need "
             f"{wanted} GPUs, and {gpus} are available",
             "Use fewer, or launch.device: cpu",
         )  # fmt: skip
 
 
 def places(config: Config, cores: list[int], gpus: list[str]) -> tuple[list[Place], list[Place]]:
-    """(workers, ranks): a GPU each where there are enough, else disjoint halves of the cores, shared out evenly."""
+    """(workers, ranks): a GPU each where there are enough, else disjoint halves of the cores, shared out evenly. Pools
+    that are not disjoint begin at the same GPU, or have all cores."""
     workers, ranks = config.rollout.workers, config.learner.ranks
+    if config.launch.placement != "disjoint":
+        if config.launch.device != "cpu" and len(gpus) >= max(workers, ranks):
+            every = [Place(gpus=(gpu,)) for gpu in gpus]
+            return every[:workers], every[:ranks]
+        everywhere = Place(tuple(cores)) if config.launch.pin_cores else Place()
+        return [everywhere] * workers, [everywhere] * ranks
     if config.launch.device != "cpu" and len(gpus) >= workers + ranks:
         every = [Place(gpus=(gpu,)) for gpu in gpus[: workers + ranks]]
         return every[:workers], every[workers:]

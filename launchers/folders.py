@@ -95,7 +95,7 @@ def sweep() -> None:
 
 
 def _remove(owner: Path) -> None:
-    for pattern in ("-[0-9]", "-worker[0-9]*"):
+    for pattern in ("-[0-9]", "-worker[0-9]*", "-device-*"):
         for path in owner.parent.glob(f"{glob.escape(owner.stem)}{pattern}"):
             path.unlink(missing_ok=True)
     owner.unlink(missing_ok=True)

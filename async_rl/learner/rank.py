@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from async_rl import adapters, memory, model, process
+from async_rl.baton import Baton
 from async_rl.data.prompts import Prompts
 from async_rl.learner import checkpoint, state
 from async_rl.learner.batch import Plan, Share, ages_of, plan, share
@@ -31,7 +32,7 @@ from async_rl.tracking.timeline import Timeline
 from async_rl.weights.manifest import Probe
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.server import WeightsServer
-from async_rl.weights.transport import over_network, segment_name
+from async_rl.weights.transport import device_name, over_network, segment_name
 from buffers import messages as m
 from staleness.controller import Control
 from staleness.versions import pack as pack_version
@@ -68,6 +69,9 @@ class Learner:
             keep_last=self.config.learner.keep_last,
             keep_best=self.config.learner.keep_best,
         )
+        self.baton = None
+        if self.config.launch.placement == "colocated" and (self.rank == 0 or device.type == "cuda"):
+            self.baton = Baton(device_name(run.folder))
         self.rewards: list[float] = []
         """Of the steps since the last checkpoint."""
         self.client = process.client(run.folder, run.config, run.name, "learner")
@@ -97,16 +101,17 @@ class Learner:
             planned, batch = self._take()
             if planned is None:
                 break
-            mine = self._fetch(planned)
-            started = time.time()
-            result = self._train(planned, mine) if planned.gradient else None
-            self.step += 1
-            trained = time.time()
-            if result is not None:
-                self._publish()
-            else:
-                dist.barrier()  # a commit retires the batch, which every rank must have fetched
-            self._commit(planned, changed=result is not None)
+            with self._devices():
+                mine = self._fetch(planned)
+                started = time.time()
+                result = self._train(planned, mine) if planned.gradient else None
+                self.step += 1
+                trained = time.time()
+                if result is not None:
+                    self._publish()
+                else:
+                    dist.barrier()  # a commit retires the batch, which every rank must have fetched
+                self._commit(planned, changed=result is not None)
             self._report(planned, batch, mine, result, waited, started, trained, time.time())
             self._durable(self.checkpoints.finished())
             if self.step % self.config.learner.checkpoint_every == 0 and self.step < self.config.steps:
@@ -126,6 +131,16 @@ class Learner:
             box = [plan(batch, ranks=self.mesh.data_ranks, algorithm=self.config.algorithm) if batch else None]
             dist.broadcast_object_list(box, src=0)
         return box[0], batch
+
+    @contextmanager
+    def _devices(self) -> Iterator[None]:
+        """The devices for the length of the block, if workers use them too; on a CPU rank 0 asks for all ranks."""
+        if self.config.launch.placement != "colocated":
+            yield
+            return
+        with self.baton.mine() if self.baton is not None else nullcontext():
+            dist.barrier()
+            yield
 
     def _fetch(self, planned: Plan) -> Share:
         rows = planned.rows[self.mesh.data_rank]

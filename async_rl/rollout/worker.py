@@ -21,6 +21,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from async_rl import model, process
+from async_rl.baton import Baton
 from async_rl.config import Config
 from async_rl.data.prompts import Prompts
 from async_rl.environments.config import EnvironmentConfig
@@ -30,6 +31,7 @@ from async_rl.rewards.runner import Rewards
 from async_rl.rewards.shaping import shaped
 from async_rl.rollout.engines import make
 from async_rl.rollout.engines.protocol import Engine
+from async_rl.rollout.engines.yielding import YieldingEngine
 from async_rl.rollout.episode import Episode, Played, Talk, unwatched
 from async_rl.rollout.seeds import mix
 from async_rl.rollout.streamer import Streamer
@@ -39,11 +41,13 @@ from async_rl.tracking.timeline import BusyMeter, Timeline
 from async_rl.tracking.usage import Usage
 from async_rl.weights.client import WeightsClient
 from async_rl.weights.receiver import Elsewhere, Here, Receiver
-from async_rl.weights.transport import over_network, segment_name
+from async_rl.weights.transport import device_name, over_network, segment_name
 from buffers import messages as m
 from buffers.client import AsyncClient, Meter, read_endpoint
 from staleness.versions import show
 
+ASKED_EVERY_S = 0.02
+"""How often a worker looks whether the learner wants the devices that they share."""
 LEAVE_S = 10.0
 """Longest time for the buffer to acknowledge what a worker sends before it goes."""
 
@@ -72,6 +76,11 @@ class Worker:
     def __init__(self, run: process.Run, engine: Engine) -> None:
         config = run.config
         self.run, self.config, self.engine = run, config, engine
+        self.baton = None
+        if config.launch.placement == "colocated":
+            self.baton = Baton(device_name(run.folder))
+            self.engine = self.yielding = YieldingEngine(engine)
+        self.resting = False
         self.tokenizer = tokenizer_of(config.model.path)
         endpoint = read_endpoint(run.folder / "buffer.endpoint")
         self.client = AsyncClient(endpoint, run.name, 0, keys=process.keys(config))
@@ -83,7 +92,7 @@ class Worker:
         if over_network(config):
             self.remote = WeightsClient(f"{segment_name(run.folder)}-{run.name}", process.keys(config))
         source = Here(run.folder) if self.remote is None else Elsewhere(self.remote)
-        self.receiver = Receiver(engine, source, config.rollout.dtype)
+        self.receiver = Receiver(self.engine, source, config.rollout.dtype)
         self.streamer = Streamer(chunk_tokens=config.rollout.chunk_tokens, flush_s=config.rollout.flush_ms / 1000)
         self.rewards = Rewards(config.reward, config.data.prompt_column)
         self.environments = None if config.environment.name is None else find(config.environment.name)
@@ -102,11 +111,15 @@ class Worker:
         threads = ThreadPoolExecutor(self.config.rollout.slots + 4, thread_name_prefix="environment")
         asyncio.get_running_loop().set_default_executor(threads)
         await self.engine.start()
+        if self.baton is not None:
+            await self._hold(self.baton)
         await self.client.hello()  # without slots: it gets tickets when it has weights
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._inbox(tasks))
             tasks.create_task(self._flusher())
             tasks.create_task(self._updater())
+            if self.baton is not None:
+                tasks.create_task(self._sharing(self.baton))
 
     # --- the three tasks ---------------------------------------------------------------------------------------
 
@@ -143,9 +156,35 @@ class Worker:
             if self.streamer.due(time.monotonic()):
                 await self._flush()
 
+    async def _sharing(self, baton: Baton) -> None:
+        """Lets the learner have the devices when it asks for them, and goes on when it is done."""
+        while True:
+            await asyncio.sleep(ASKED_EVERY_S)
+            if not baton.asked():
+                continue
+            begun = time.monotonic()
+            await self.yielding.rest()
+            self.resting = True
+            self._count_busy()
+            await self._flush()
+            with self.timeline.span("yield"):
+                baton.release()
+                await self._hold(baton)
+            self.slots.paused("yield", time.monotonic() - begun, time.monotonic())
+            self.resting = False
+            self._count_busy()
+            await self.yielding.resume()
+
+    async def _hold(self, baton: Baton) -> None:
+        while baton.asked() or not baton.hold():  # noqa: ASYNC110 - another process's
+            await asyncio.sleep(ASKED_EVERY_S)
+
+    def _count_busy(self) -> None:
+        self.busy.set(0 if self.resting else self.slots.now("generate"))
+
     def _watch_engine(self, now: float) -> None:
         """An engine that hangs is found by its silence."""
-        if not self.slots.now("generate"):
+        if self.resting or not self.slots.now("generate"):
             self.heard_at = now
         elif now - self.heard_at > self.config.rollout.engine_timeout_s:
             raise EngineStuck(
@@ -192,7 +231,7 @@ class Worker:
         """Whether the engine has the newest version now."""
         start = time.time()
         receipt = await self.receiver.pull(self._applied)
-        self.slots.paused(receipt.pause_s, time.monotonic())
+        self.slots.paused("update", receipt.pause_s, time.monotonic())
         end = time.time()
         if end - start > receipt.pause_s:
             self.timeline.add(f"pull {show(receipt.version)}", start, end - receipt.pause_s)
@@ -215,9 +254,17 @@ class Worker:
     async def _trajectory(self, ticket: m.Ticket) -> None:
         """Waits for `min_version`, streams the response, scores it, reports how it ended."""
         with self.slots.taken("wait for weights", time.monotonic) as doing:
+
+            def noted(state: str) -> None:
+                doing(state)
+                self._count_busy()
+
             async with self.applied:
                 await self.applied.wait_for(lambda: self.version is not None and self.version >= ticket.min_version)
-            await self._generated(ticket, doing)
+            try:
+                await self._generated(ticket, noted)
+            finally:
+                noted("reward")
 
     async def _generated(self, ticket: m.Ticket, doing: Callable[[str], None]) -> None:
         self.streamer.open(ticket.id, ticket.attempt, len(ticket.prefix))
@@ -255,8 +302,7 @@ class Worker:
                 self.streamer.add(ticket.id, tokens, logprobs, versions, now=time.monotonic())
 
         doing("generate")
-        with self.busy:
-            played = await self._episode(ticket, doing).play(emit)
+        played = await self._episode(ticket, doing).play(emit)
         if not ticket.finish_reason and not played.turns:
             # The reward of a complete response may take its time: whoever takes over needs nothing but that.
             await self._report(self._outcome(ticket, played, "generated"))
@@ -327,6 +373,8 @@ class Worker:
         await self.engine.stop()
         if self.remote is not None:
             self.remote.close()
+        if self.baton is not None:
+            self.baton.close()
 
 
 async def serve(run: process.Run) -> None:

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-STATES = ("generate", "update", "environment", "reward", "wait for weights", "no ticket")
-"""`update`: generation stands still for new weights. `no ticket`: admission has none to give."""
+STATES = ("generate", "update", "yield", "environment", "reward", "wait for weights", "no ticket")
+"""`update`: generation stands still for new weights. `yield`: the learner has the devices. `no ticket`: admission has
+none to give."""
 
 
 class Slots:
@@ -43,12 +44,12 @@ class Slots:
             self._settle(clock())
             self._now[state] -= 1
 
-    def paused(self, seconds: float, now: float) -> None:
-        """Generation has stood still for so long."""
+    def paused(self, state: str, seconds: float, now: float) -> None:
+        """Generation has stood still for so long, for `update` or `yield`."""
         self._settle(now)
         moved = self._now["generate"] * seconds
         self._seconds["generate"] -= moved
-        self._seconds["update"] += moved
+        self._seconds[state] += moved
 
     def now(self, state: str) -> int:
         """How many slots are in a state."""

@@ -53,15 +53,13 @@ class BusyMeter:
         self._since = 0.0
         self.seconds = 0.0
 
-    def __enter__(self) -> None:
-        if self._count == 0:
+    def set(self, count: int) -> None:
+        """So many are in progress now."""
+        if count and not self._count:
             self._since = time.time()
-        self._count += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._count -= 1
-        if self._count == 0:
+        elif self._count and not count:
             self._write(time.time())
+        self._count = count
 
     def tick(self) -> None:
         """Called now and then; writes what has been going on for longer than a piece."""

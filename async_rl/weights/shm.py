@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from io import BufferedRandom
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -28,6 +29,8 @@ from async_rl.weights.manifest import Manifest, TensorEntry, checksum
 SHM = Path("/dev/shm")
 HEADER = 64
 WRITING = -1
+PIECE = 1 << 18
+"""Elements that are copied and added up at a time."""
 
 
 class Overtaken(WeightsError):
@@ -40,6 +43,7 @@ class Writer:
     def __init__(self, run: str, segments: int = 2) -> None:
         self._paths = [SHM / f"async-rl-{run}-{turn}" for turn in range(segments)]
         """The one written last comes last."""
+        self._maps: dict[Path, mmap.mmap] = {}
 
     def write(self, version: int, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Manifest:
         """Copies the tensors, cast to `dtype`, into the oldest segment that nobody reads, never the newest; waits if
@@ -52,20 +56,24 @@ class Writer:
             entries.append(TensorEntry(name, str(dtype).removeprefix("torch."), list(tensor.shape), end, nbytes, 0))
             end = (end + nbytes + 63) // 64 * 64
         with self._oldest() as file:
-            if os.fstat(file.fileno()).st_size < end:
-                file.truncate(end)
-            memory = mmap.mmap(file.fileno(), end)
+            memory = self._map(file, end)
             header = np.frombuffer(memory, np.int64, 1)
             header[0] = WRITING
             done: list[TensorEntry] = []
             for entry, (_, tensor) in zip(entries, named, strict=True):
                 raw = np.frombuffer(memory, np.uint8, entry.nbytes, entry.offset)
-                torch.from_numpy(raw).view(dtype).view(tensor.shape).copy_(tensor)
-                done.append(
-                    TensorEntry(entry.name, entry.dtype, entry.shape, entry.offset, entry.nbytes, checksum(raw))
-                )
+                done.append(msgspec.structs.replace(entry, checksum=_copied(tensor, raw, dtype)))
             header[0] = version
         return Manifest(version, str(self._paths[-1]), done, tied=[])
+
+    def _map(self, file: BufferedRandom, size: int) -> mmap.mmap:
+        """Mapped once: the pages of a new mapping would have to be found one by one again."""
+        path = self._paths[-1]
+        if os.fstat(file.fileno()).st_size < size:
+            file.truncate(size)
+        if path not in self._maps or len(self._maps[path]) < size:
+            self._maps[path] = mmap.mmap(file.fileno(), size)
+        return self._maps[path]
 
     @contextmanager
     def _oldest(self) -> Iterator[BufferedRandom]:
@@ -83,6 +91,19 @@ class Writer:
     def close(self) -> None:
         for path in self._paths:
             path.unlink(missing_ok=True)
+
+
+def _copied(tensor: Tensor, raw: NDArray[np.uint8], dtype: torch.dtype) -> int:
+    """Copies a tensor, cast to `dtype`, to `raw`; its checksum, taken piece by piece while they are in the cache."""
+    target = torch.from_numpy(raw).view(dtype)
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        target.view(tensor.shape).copy_(tensor)
+        return checksum(raw)
+    source, total = tensor.reshape(-1), 0
+    for start in range(0, source.numel(), PIECE):
+        target[start : start + PIECE].copy_(source[start : start + PIECE])
+        total += checksum(raw[start * dtype.itemsize : (start + PIECE) * dtype.itemsize])
+    return total % (1 << 64)
 
 
 @contextmanager

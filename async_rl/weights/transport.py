@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from async_rl.config import Config
@@ -10,6 +11,11 @@ from async_rl.config import Config
 def over_network(config: Config) -> bool:
     """Whether workers pull weights over the network, not from shared memory of the learner's host."""
     return config.weights.transport == "zmq"
+
+
+def device_name(folder: Path) -> str:
+    """Name of the baton of this process's devices, which the pools of a colocated run share."""
+    return f"{segment_name(folder)}-device-{os.environ.get('CUDA_VISIBLE_DEVICES') or 'cpu'}"
 
 
 def segment_name(folder: Path) -> str:

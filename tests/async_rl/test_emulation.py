@@ -108,11 +108,11 @@ def test_slot_seconds_by_state_add_up() -> None:
     slots = Slots(4, next(clock))
     with slots.taken("wait for weights", lambda: next(clock)) as doing:  # t = 1
         doing("generate")  # 2
-        slots.paused(0.5, next(clock))  # 3
+        slots.paused("update", 0.5, next(clock))  # 3
         doing("reward")  # 4
     seconds = slots.seconds(next(clock))  # 5, 6
     assert seconds == {
-        "generate": 1.5, "update": 0.5, "environment": 0.0, "reward": 1.0, "wait for weights": 1.0,
+        "generate": 1.5, "update": 0.5, "yield": 0.0, "environment": 0.0, "reward": 1.0, "wait for weights": 1.0,
         "no ticket": 4 * 6 - 4,
     }  # fmt: skip
 

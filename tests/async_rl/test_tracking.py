@@ -59,9 +59,11 @@ def test_busy_time_survives_a_kill_and_counts_once(tmp_path: Path) -> None:
     line = timeline.Timeline(tmp_path, "worker0")
     meter = timeline.BusyMeter(line, "generate")
     meter.PIECE_S = 0.0
-    with meter, meter:
+    for count in (1, 2):
+        meter.set(count)
         meter.tick()
-        meter.tick()
+    meter.set(0)
+    meter.set(0)
     assert len((tmp_path / "trace" / "worker0.jsonl").read_text().splitlines()) == 3
     assert len(timeline.busy(tmp_path, "worker")) == 1
     line.close()

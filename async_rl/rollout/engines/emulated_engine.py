@@ -40,7 +40,7 @@ class EmulatedEngine:
         pass
 
     async def generate(self, request: Request) -> AsyncIterator[Delta]:
-        ticket, _, turn = request.id.split(".")
+        ticket, _, turn = request.id.partition("~")[0].split(".")
         key = f"{ticket}.{turn}"
         first = sent = self._done.pop(key, 0)
         whole = length(self._config, key)
@@ -105,6 +105,12 @@ class EmulatedEngine:
     async def score(self, tokens: list[int]) -> list[float]:
         """There is no model that could tell: the probe's own numbers."""
         return self._probe
+
+    async def sleep(self) -> None:
+        """There is nothing that anybody else could use."""
+
+    async def wake(self) -> None:
+        pass
 
     async def stop(self) -> None:
         pass

@@ -84,6 +84,12 @@ class TorchEngine:
         async with self._boundary:
             return await self._in_thread(self._decoder.score, tokens)
 
+    async def sleep(self) -> None:
+        """There is nothing that anybody else could use."""
+
+    async def wake(self) -> None:
+        pass
+
     async def stop(self) -> None:
         if self._loop_task is not None:
             self._loop_task.cancel()

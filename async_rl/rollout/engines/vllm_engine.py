@@ -48,6 +48,8 @@ class VllmEngine:
         self._seed = seed
         self._version = 0
         self._labels: dict[str, deque[int]] = {}
+        self._sleeps = False
+        """Whether there is memory that another process may use meanwhile."""
         self._engine: AsyncLLM | None = None
         self._adapter: LoRARequest | None = None
         self._settled = asyncio.Event()
@@ -66,6 +68,7 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         lora = self._config.learner.lora
+        self._sleeps = self._config.launch.placement == "colocated" and not current_platform.is_cpu()
         arguments = AsyncEngineArgs(
             model=self._model,
             dtype=rollout.dtype,
@@ -74,6 +77,8 @@ class VllmEngine:
             enforce_eager=current_platform.is_cpu(),
             logprobs_mode="processed_logprobs",
             enable_prefix_caching=True,
+            enable_sleep_mode=self._sleeps,
+            gpu_memory_utilization=rollout.gpu_memory_share,
             disable_log_stats=True,
             seed=self._seed,
             weight_transfer_config=WeightTransferConfig(backend=BACKEND),
@@ -200,6 +205,15 @@ class VllmEngine:
             raise EngineError("vLLM returned no prompt log-probs for a probe")
         entries = last.prompt_logprobs[1:]
         return [entry[token].logprob for entry, token in zip(entries, tokens[1:], strict=True) if entry is not None]
+
+    async def sleep(self) -> None:
+        """Weights go to the host's memory, KV is forgotten."""
+        if self._sleeps:
+            await self.running.sleep(level=1)
+
+    async def wake(self) -> None:
+        if self._sleeps:
+            await self.running.wake_up()
 
     async def stop(self) -> None:
         if self._engine is not None:
