@@ -215,8 +215,10 @@ class SimWorker:
         self.world, self.name = world, name
         self.peer = f"{name}#{world.serial()}"
         self.alive = True
+        self.leaving = False
         self.frozen_until = 0.0
-        self.session = WorkerSession(world.slots, window=4, heartbeat_s=2.0, retry_s=RETRY_S)
+        # It gets ready first, as one that joins does.
+        self.session = WorkerSession(0, window=4, heartbeat_s=2.0, retry_s=RETRY_S)
         self.streamer = Streamer(chunk_tokens=4, flush_s=0.2)
         self.version: int | None = None
         self.running: dict[int, Generating] = {}
@@ -247,6 +249,9 @@ class SimWorker:
                     self.world.clock.after(self.world.random.uniform(0.0, 1.0), lambda v=version: self._apply(v))
 
     def _apply(self, version: int) -> None:
+        if self.version is None and self.alive:
+            self.session.slots = self.world.slots
+            self._send(self.session.hello(self.world.clock.now))
         if self.version is None or version > self.version:
             self.version = version
 
@@ -261,10 +266,13 @@ class SimWorker:
         for frames in self.session.due(now):
             self._send(frames)
         for generating in list(self.running.values()):
-            if self.alive and self.session.open:
+            if self.alive and self.session.open and not self.leaving:
                 self._advance(generating, now)
         if self.alive:
             self._flush()
+        if self.alive and self.leaving and not self.session.unacknowledged:
+            self._send([m.encode(m.Leave())])
+            self.world.has_left(self)
 
     def _advance(self, generating: Generating, now: float) -> None:
         ticket = generating.ticket

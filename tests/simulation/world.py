@@ -146,7 +146,7 @@ class World:
         if self.clock.now > FAULTS_S:
             self.weather.loss = self.weather.duplication = 0.0
             return
-        kind = rnd.choice(["server", "server", "worker", "worker", "freeze", "learner", "everything"])
+        kind = rnd.choice(["server", "server", "worker", "worker", "leave", "freeze", "learner", "everything"])
         if not self.workers:
             kind = "server"  # the run is being started again
         self.crashes[kind] += 1
@@ -155,6 +155,8 @@ class World:
             self.clock.after(1.0, self._crash)
         elif kind == "worker":
             self.kill_worker(rnd.choice(self.workers))
+        elif kind == "leave":
+            rnd.choice(self.workers).leaving = True
         elif kind == "freeze":
             rnd.choice(self.workers).frozen_until = self.clock.now + rnd.uniform(1.0, 15.0)
         elif kind == "learner":
@@ -176,6 +178,10 @@ class World:
         self.clock.after(self.random.uniform(0.5, 4.0), lambda: self._replace(worker))
         if self.random.random() < 0.5:
             self.clock.after(0.1, lambda: self.feeder.feeder.lost(worker.name))
+
+    def has_left(self, worker: SimWorker) -> None:
+        worker.alive = False
+        self.clock.after(self.random.uniform(0.5, 4.0), lambda: self._replace(worker))
 
     def _replace(self, worker: SimWorker) -> None:
         if worker in self.workers:
