@@ -28,7 +28,7 @@ from experiments.proof.bars import Result, keep
 MODULES = ("async_rl.buffer_process", "async_rl.learner.rank", "async_rl.rollout.worker")
 BATCH, ETA = 8, 2
 LATENCY_S = 2.0
-"""Of the environment: with it a step takes about three seconds, whatever the machine."""
+"""Of the environment: with it a step takes about two and a half seconds, whatever the machine."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        return max(4, round(self.seconds / 3.0))
+        return max(4, round(self.seconds / 2.4))
 
 
 @dataclass
