@@ -115,6 +115,12 @@ def _addresses(config: Config) -> None:
         keys.check(security.bind, security.keys)
     except KeysError as error:
         raise ConfigError("buffer.security", security.bind, str(error), "See `async-rl keys --help`") from error
+    bind = config.weights.bind
+    try:
+        if "{host}" not in bind:  # that of a run on one machine is its own; a cluster's launcher makes keys
+            keys.check(bind, security.keys)
+    except KeysError as error:
+        raise ConfigError("weights.bind", bind, str(error), "See `async-rl keys --help`") from error
 
 
 def _learning(config: Config) -> None:

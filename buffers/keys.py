@@ -38,7 +38,7 @@ def check(bind: str, keys: str | None) -> None:
     """Refuses an address that other hosts can reach without keys, and keys that are not there."""
     if keys is None and not bind.startswith(LOOPBACK):
         raise KeysError(
-            f"buffer.security.bind = {bind!r} can be reached from other hosts, and buffer.security.keys is not set. "
+            f"{bind!r} can be reached from other hosts, and buffer.security.keys is not set. "
             "Make keys with `async-rl keys DIR` and set buffer.security.keys: DIR"
         )
     if keys is not None:

@@ -80,7 +80,7 @@ class _Run:
         self.feeder: Feeder | None = None
         self.client: Client | None = None
         self.interrupted = 0
-        self.step = 0
+        self.step = self._furthest = 0
         self._limit = 0.0
         self._moved = (0, 0, 0, -1)
         self._moved_at = time.monotonic()
@@ -116,8 +116,10 @@ class _Run:
             self._heed_interrupt(display)
             for record in self.metrics.new():
                 _show(record, display, tracker)
-                self.supervisor.progress()
                 self.step = record["step"]
+                if self.step > self._furthest:  # not a step that is made again after a restart
+                    self._furthest = self.step
+                    self.supervisor.progress()
             if self._every(1.0):
                 self.feeder.ask_status()
                 display.stats(self.feeder.stats)
@@ -146,8 +148,7 @@ class _Run:
         step = reached[1].step if reached else 0
         truncate(self.folder, step)
         self.metrics = MetricsReader(self.folder)
-        for record in self.metrics.new():
-            self.step = record["step"]
+        self.step = max((record["step"] for record in self.metrics.new()), default=0)
         state.restored(self.folder, step)
         for name in ("rendezvous", REHEARSAL):
             (self.folder / name).unlink(missing_ok=True)

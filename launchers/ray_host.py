@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from async_rl.config import Config, LaunchConfig
 from async_rl.errors import ConfigError
 from buffers import keys
+from buffers.config import SecurityConfig
 from launchers.devices import Place
 from launchers.errors import LaunchError, StartTimeout
 from launchers.hosts import Handle, LocalProcess, Spec
@@ -62,7 +63,9 @@ def configured(config: Config, folder: Path, *, nodes: int) -> Config:
     if security.keys is None:
         if not (folder / "keys").exists():
             keys.make(folder / "keys")
-        security = msgspec.structs.replace(security, keys=str((folder / "keys").resolve()), bind="tcp://{host}:*")
+        security = msgspec.structs.replace(security, keys=str((folder / "keys").resolve()))
+    if security.bind == SecurityConfig().bind:
+        security = msgspec.structs.replace(security, bind="tcp://{host}:*")
     if weights.transport == "auto" and nodes > 1:
         weights = msgspec.structs.replace(weights, transport="zmq")
     buffer = msgspec.structs.replace(config.buffer, security=security)

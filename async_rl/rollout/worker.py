@@ -76,6 +76,9 @@ class Worker:
     def __init__(self, run: process.Run, engine: Engine) -> None:
         config = run.config
         self.run, self.config, self.engine = run, config, engine
+        self.exchange = asyncio.Lock()
+        """Held while weights are loaded, or the devices are the learner's: a worker that waits for the devices must not
+        hold a segment that the learner, who has them, wants to write."""
         self.baton = None
         if config.launch.placement == "colocated":
             self.baton = Baton(device_name(run.folder))
@@ -162,18 +165,22 @@ class Worker:
             await asyncio.sleep(ASKED_EVERY_S)
             if not baton.asked():
                 continue
-            begun = time.monotonic()
-            await self.yielding.rest()
-            self.resting = True
-            self._count_busy()
-            await self._flush()
-            with self.timeline.span("yield"):
-                baton.release()
-                await self._hold(baton)
-            self.slots.paused("yield", time.monotonic() - begun, time.monotonic())
-            self.resting = False
-            self._count_busy()
-            await self.yielding.resume()
+            async with self.exchange:
+                await self._yield(baton)
+
+    async def _yield(self, baton: Baton) -> None:
+        begun = time.monotonic()
+        await self.yielding.rest()
+        self.resting = True
+        self._count_busy()
+        await self._flush()
+        with self.timeline.span("yield"):
+            baton.release()
+            await self._hold(baton)
+        self.slots.paused("yield", time.monotonic() - begun, time.monotonic())
+        self.resting = False
+        self._count_busy()
+        await self.yielding.resume()
 
     async def _hold(self, baton: Baton) -> None:
         while baton.asked() or not baton.hold():  # noqa: ASYNC110 - another process's
@@ -224,13 +231,15 @@ class Worker:
                 return m.News(last, changed, source)
 
     async def _rehearse(self) -> None:
-        error = await self.receiver.rehearse()
+        async with self.exchange:
+            error = await self.receiver.rehearse()
         print("rehearsal: " + ("missed" if error is None else f"probe differs by {error:.4f}"), flush=True)
 
     async def _pull(self) -> bool:
         """Whether the engine has the newest version now."""
         start = time.time()
-        receipt = await self.receiver.pull(self._applied)
+        async with self.exchange:
+            receipt = await self.receiver.pull(self._applied)
         self.slots.paused("update", receipt.pause_s, time.monotonic())
         end = time.time()
         if end - start > receipt.pause_s:
@@ -362,8 +371,17 @@ class Worker:
 
     async def leave(self) -> None:
         """Hands back what it has: all that was generated is sent, and others go on with it."""
-        await self._flush()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_S):
+                listening = asyncio.create_task(self._hear_out())
+                await self._flush()
+                listening.cancel()
         await self.client.leave(LEAVE_S)
+
+    async def _hear_out(self) -> None:
+        """Acknowledgements make room for what is still to be sent; nothing else matters any more."""
+        while True:
+            await self.client.receive()
 
     async def close(self) -> None:
         self.rewards.close()

@@ -77,10 +77,9 @@ class YieldingEngine:
                 finally:
                     if not coming.done():
                         coming.cancel()
-                        with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration):
-                            await coming
+                        await asyncio.wait({coming})
                 if coming.cancelled():
-                    return
+                    return  # the engine rests
                 try:
                     delta = coming.result()
                 except StopAsyncIteration:
