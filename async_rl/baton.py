@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-SHM = Path("/dev/shm")
+from async_rl.weights.transport import SHM
 
 
 class Baton:

@@ -194,18 +194,32 @@ class AsyncClient:
             self._inbox += news
         return self._inbox.popleft()
 
-    async def leave(self, limit_s: float) -> None:
-        """Waits until everything that was said is acknowledged, at most `limit_s`, and takes leave."""
-        deadline = monotonic() + limit_s
-        while self.unacknowledged and monotonic() < deadline:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.receive(), min(0.1, limit_s))
+    async def leave(self, take: Callable[[], m.Chunks | None], limit_s: float) -> None:
+        """Sends what `take` gives, waits until all that was said is acknowledged, for both at most `limit_s`, and takes
+        leave. Nobody else receives any more."""
+        listening = asyncio.create_task(self._hear_out())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self.flush(take)
+                while self.unacknowledged:
+                    await self._something_acknowledged()
+        listening.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await listening
         await self._send([m.encode(m.Leave())])
+
+    async def _hear_out(self) -> None:
+        """For the sake of acknowledgements: what else comes is for somebody who stays."""
+        while True:
+            await self.receive()
 
     async def _room(self) -> None:
         while not self.session.open:
-            self._acknowledged.clear()
-            await self._acknowledged.wait()
+            await self._something_acknowledged()
+
+    async def _something_acknowledged(self) -> None:
+        self._acknowledged.clear()
+        await self._acknowledged.wait()
 
     async def _send(self, frames: Frames) -> None:
         with self.spent:

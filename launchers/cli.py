@@ -366,8 +366,7 @@ def _run_scale(args: argparse.Namespace) -> int:
 
 def _eval(parser: argparse.ArgumentParser) -> None:
     parser.description = "Greedy answers to a run's held-out prompts by the model before and after training."
-    parser.add_argument("run", metavar="RUN", help="a run's name or folder")
-    parser.add_argument("--runs", default="runs", metavar="DIR", help="where run folders are (default: runs)")
+    _of_run(parser)
     parser.set_defaults(
         command=lambda args: _module("async_rl.evaluation", "--run", str(folders.old(args.run, args.runs)))
     )

@@ -12,9 +12,8 @@ from typing import IO
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError
-from async_rl.weights.transport import segment_name
+from async_rl.weights.transport import SHM, segment_name
 
-SHM = Path("/dev/shm")
 LOCK = "lock"
 
 

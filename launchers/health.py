@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 
 class Health:
@@ -18,7 +18,7 @@ class Health:
         self._missing: dict[str, float] = {}
         self._killed_at = float("-inf")
 
-    def lost_workers(self, living: Iterable[str], peers: Collection[str], now: float) -> list[str]:
+    def lost_workers(self, living: Collection[str], peers: Collection[str], now: float) -> list[str]:
         """Of the identities of living processes those whose peers the buffer has had, and has not had for too long."""
         heard = {identity for identity in living if any(peer.startswith(f"{identity}.") for peer in peers)}
         self._known |= heard

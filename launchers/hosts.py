@@ -21,10 +21,10 @@ import psutil
 
 from async_rl.config import Config
 from async_rl.process import LOOPBACK
+from async_rl.weights.transport import SHM
 from launchers import devices
 from launchers.devices import Place
 
-SHM = Path("/dev/shm")
 KILL_S = 5.0
 """Longest time for a killed process to be gone."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -274,5 +273,4 @@ class RayHost:
     def close(self) -> None:
         for name in list(self._actors):
             self._let_go(name)
-        time.sleep(0.1)  # Ray ends the actors
         ray.shutdown()

@@ -41,7 +41,7 @@ PROMPTS = 4096
 
 
 class Options(Struct, frozen=True):
-    """The work and the devices, in unscaled time; see `parser` for units."""
+    """The work and the devices, in unscaled time; see `arguments` for units."""
 
     rollout_workers: int = 1
     learner_ranks: int = 1

@@ -1,7 +1,8 @@
 """The process of one rollout worker.
 
-Three tasks share one loop and own nothing that cannot be lost: the inbox starts trajectories and notes news of weights,
-the flusher sends chunks when they are due, the updater brings the engine to the newest version.
+Its tasks share one loop and own nothing that cannot be lost: the inbox starts trajectories and notes news of weights,
+the flusher sends chunks when they are due, the updater brings the engine to the newest version, and where the learner
+uses the same devices the sharing one lets it have them.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class Worker:
             if self.baton is not None:
                 tasks.create_task(self._sharing(self.baton))
 
-    # --- the three tasks ---------------------------------------------------------------------------------------
+    # --- the tasks ---------------------------------------------------------------------------------------
 
     async def _inbox(self, tasks: asyncio.TaskGroup) -> None:
         while True:
@@ -371,17 +372,7 @@ class Worker:
 
     async def leave(self) -> None:
         """Hands back what it has: all that was generated is sent, and others go on with it."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LEAVE_S):
-                listening = asyncio.create_task(self._hear_out())
-                await self._flush()
-                listening.cancel()
-        await self.client.leave(LEAVE_S)
-
-    async def _hear_out(self) -> None:
-        """Acknowledgements make room for what is still to be sent; nothing else matters any more."""
-        while True:
-            await self.client.receive()
+        await self.client.leave(self.streamer.flush, LEAVE_S)
 
     async def close(self) -> None:
         self.rewards.close()

@@ -25,6 +25,10 @@ class Tickets(Struct, frozen=True):
     cancelled: int
     in_flight: int
 
+    @property
+    def add_up(self) -> bool:
+        return self.issued == self.trained + self.expired + self.failed + self.cancelled + self.in_flight
+
 
 class Summary(Struct, frozen=True):
     """Figures of a run. Rates are per second of wall clock from the end of step 1 to the end of the last step."""

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from async_rl.errors import WeightsError
 
 BLOCK = 1 << 16
-BITMAP = BLOCK // 8
 Words = NDArray[np.uint16] | NDArray[np.uint32]
 
 

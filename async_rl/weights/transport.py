@@ -7,6 +7,9 @@ from pathlib import Path
 
 from async_rl.config import Config
 
+SHM = Path("/dev/shm")
+"""Where a host's processes share memory and locks."""
+
 
 def over_network(config: Config) -> bool:
     """Whether workers pull weights over the network, not from shared memory of the learner's host."""

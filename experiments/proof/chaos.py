@@ -18,11 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-import pyarrow.parquet as pq
 import yaml
 
 from async_rl.tracking import metrics, summary
-from buffers import export
+from experiments.proof.accounts import each_once
 from experiments.proof.bars import Result, keep
 
 MODULES = ("async_rl.buffer_process", "async_rl.learner.rank", "async_rl.rollout.worker")
@@ -132,18 +131,15 @@ def judged(folder: Path, plan: Plan, done: Done) -> Result:
     """Whether the run's promises were kept."""
     run = folder / "runs" / "chaos"
     found = summary.read(run)
-    export.export(run / "journal", folder / "trained.parquet", {"trained"})
-    columns = pq.read_table(folder / "trained.parquet", columns=["epoch", "index", "member"]).to_pylist()
     records = metrics.read(run)
     tickets = found.tickets
-    ended = tickets.trained + tickets.expired + tickets.failed + tickets.cancelled
     bars = {
         "exit 0": done.code == 0,
         "all steps": [record["step"] for record in records] == list(range(1, plan.steps + 1)),
         "ages within the bound": max((record["age_max"] for record in records), default=0) <= ETA,
-        "each sample once": len({tuple(row.values()) for row in columns}) == len(columns) == tickets.trained,
+        "each sample once": each_once(run, tickets.trained),
         "as many as the steps say": tickets.trained == sum(record["samples"] for record in records),
-        "counters add up": tickets.issued == ended + tickets.in_flight,
+        "counters add up": tickets.add_up,
         "no tag differs from the engine's": found.span_mismatches == 0,
     }
     lineage = run / "lineage.json"

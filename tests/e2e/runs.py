@@ -118,7 +118,5 @@ def nothing_left(folder: Path, family: list[psutil.Process] = [], *, shared_memo
 def adds_up(folder: Path) -> summary.Summary:
     """The summary of a run whose tickets add up."""
     result = summary.read(folder)
-    tickets = result.tickets
-    ended = tickets.trained + tickets.expired + tickets.failed + tickets.cancelled
-    assert tickets.issued == ended + tickets.in_flight
+    assert result.tickets.add_up
     return result

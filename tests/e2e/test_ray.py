@@ -13,11 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-import pyarrow.parquet as pq
 import pytest
 
 from async_rl.config import Config, parse
-from buffers import export
+from experiments.proof.accounts import each_once
 from launchers.ray_host import configured, missing, request
 from tests.e2e import runs
 
@@ -31,13 +30,6 @@ SLOW = {
 
 def config_of(more: dict[str, object] | None = None) -> Config:
     return parse({"data": {"path": "x"}, **(more or {})})
-
-
-def once(folder: Path, out: Path) -> None:
-    """Every sample that was trained, was once."""
-    export.export(folder / "journal", out, {"trained"})
-    rows = pq.read_table(out, columns=["epoch", "index", "member"]).to_pylist()
-    assert len({tuple(row.values()) for row in rows}) == len(rows) == runs.adds_up(folder).tickets.trained
 
 
 def of_run(folder: Path, module: str) -> list[psutil.Process]:
@@ -73,7 +65,7 @@ def test_killed_processes_on_ray_are_started_again(tiny_model: Path, tmp_path: P
     assert "the learner goes on from step" in out
     result = runs.adds_up(started.folder)
     assert (result.steps, result.lost_workers) == (40, 2)
-    once(started.folder, tmp_path / "trained.parquet")
+    assert each_once(started.folder, result.tickets.trained)
     runs.nothing_left(started.folder, started.family)
 
 
@@ -222,7 +214,7 @@ def test_two_hosts_and_ten_seconds_without_a_link(tiny_model: Path, tmp_path: Pa
     assert code == 0, out
     result = runs.adds_up(started.folder)
     assert (result.steps, result.lost_workers, result.discarded_tokens, result.tickets.failed) == (40, 0, 0, 0)
-    once(started.folder, tmp_path / "trained.parquet")
+    assert each_once(started.folder, result.tickets.trained)
 
 
 def namespace_of(process: psutil.Process) -> str:
