@@ -293,6 +293,40 @@ def _emulation(config: Config) -> None:
         )  # fmt: skip
 
 
+def _weights(config: Config) -> None:
+    transport = config.weights.transport
+    wrong: list[tuple[bool, str, str]] = []
+    if transport in ("nccl", "ipc"):
+        wrong += [
+            (config.launch.device == "cpu", "it moves weights between GPUs", "Use shm"),
+            (
+                config.rollout.engine not in ("auto", "vllm"),
+                "it ends in vLLM's own receiver",
+                "Use rollout.engine=vllm",
+            ),
+            (config.learner.lora.rank > 0, "vLLM loads adapters from files", "Use shm or zmq"),
+        ]
+    placed = config.launch.placement == "disjoint"
+    wrong += [
+        (transport == "nccl" and not placed, "NCCL connects GPUs, not one with itself", "Use ipc"),
+        (transport == "ipc" and placed, "the learner's memory is on other GPUs", "Use nccl, or pools that share GPUs"),
+        (transport == "shm" and config.launch.ray_address is not None, "a cluster has several hosts", "Use zmq"),
+    ]
+    for is_wrong, why, remedy in wrong:
+        if is_wrong:
+            raise ConfigError("weights.transport", transport, why, remedy)
+    if config.rollout.tensor_parallel > 1:
+        if config.rollout.engine not in ("auto", "vllm"):
+            raise ConfigError(
+                "rollout.tensor_parallel", config.rollout.tensor_parallel, "only vLLM's engine has it", "Use 1"
+            )
+        if config.launch.placement != "disjoint":
+            raise ConfigError(
+                "rollout.tensor_parallel", config.rollout.tensor_parallel,
+                "pools that share devices share them one by one", "Use 1, or launch.placement=disjoint",
+            )  # fmt: skip
+
+
 def _ray(config: Config) -> None:
     launch = config.launch
     if launch.ray_address is not None and launch.launcher != "ray":
@@ -314,7 +348,7 @@ def _run(config: Config) -> None:
 
 CHECKS: list[Callable[[Config], None]] = [
     _batch, _groups, _segments, _addresses, _learning, _sampling, _data, _environment, _rewards, _parallel, _lora,
-    _attention, _deterministic, _emulation, _ray, _run,
+    _attention, _deterministic, _emulation, _weights, _ray, _run,
 ]  # fmt: skip
 
 

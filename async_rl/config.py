@@ -107,6 +107,8 @@ class RolloutConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """A trajectory's tokens are sent when this many are waiting, when `flush_ms` have passed, and at its end."""
     flush_ms: PositiveFloat = 100.0
     """Age of the oldest waiting token at which everything is sent, in milliseconds; looked at four times as often."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs that share the model of one worker, by vLLM's tensor parallelism."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute type of the engine."""
     engine_timeout_s: PositiveFloat = 300.0
@@ -189,11 +191,12 @@ class LearnerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class WeightsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """How weights reach the engines."""
 
-    transport: Literal["auto", "shm", "zmq"] = "auto"
-    """`shm`: shared memory of one host. `zmq`: pulled over the network, in deltas where they are smaller. `auto` is shm
-    for a run on one host."""
+    transport: Literal["auto", "shm", "zmq", "nccl", "ipc"] = "auto"
+    """`shm`: shared memory of one host. `zmq`: pulled over the network, in deltas where they are smaller. `nccl`: from
+    GPU to GPU, for disjoint pools. `ipc`: within the GPUs that pools share. `auto` is shm for a run on one host."""
     bind: str = "tcp://{host}:*"
-    """Address at which the learner serves weights over zmq. `{host}`: that of its host, on one machine 127.0.0.1."""
+    """Address at which the learner serves weights over zmq, or is asked for them with nccl. `{host}`: that of its host,
+    on one machine 127.0.0.1."""
     deltas: bool = True
     """Over zmq, send what changed since a version that the receiver has; exact."""
     kv_after_update: Literal["keep", "recompute"] = "keep"

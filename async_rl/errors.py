@@ -31,6 +31,10 @@ class WeightsError(AsyncRLError, RuntimeError):
     """Weights that did not arrive as they were published."""
 
 
+class WeightsLate(WeightsError, TimeoutError):
+    """A learner that has not been heard of for long; a new process may hear of it."""
+
+
 class EngineError(AsyncRLError, RuntimeError):
     """A generation engine that failed or broke its contract."""
 

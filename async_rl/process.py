@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_rl.config import Config, load
-from async_rl.errors import ConfigError, DataError, EngineStuck
+from async_rl.errors import ConfigError, DataError, EngineStuck, WeightsLate
 from buffers.client import Client, read_endpoint
 from buffers.errors import BufferGone, JournalError, KeysError
 from buffers.messages import Role
@@ -91,7 +91,7 @@ def guard(main: Callable[[], None]) -> None:
         main()
     except KeyboardInterrupt:
         sys.exit(130)
-    except EngineStuck as error:
+    except (EngineStuck, WeightsLate) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         os._exit(os.EX_TEMPFAIL)
     except Exception as error:

@@ -44,14 +44,8 @@ def memory_each(config: Config) -> int | None:
 
 def check(config: Config, gpus: int) -> None:
     """Refuses a request for GPUs that are not there, what only they can do, and pools that would have to share them."""
-    if config.launch.device == "cpu" or not gpus:
-        for path, value, why in (
-            ("learner.attention", config.learner.attention == "flex", "flex attention has no backward pass on a CPU"),
-            ("learner.offload", config.learner.offload, "everything is in the host's memory as it is"),
-        ):
-            if value:
-                raise ConfigError(path, getattr(config.learner, path.split(".")[1]), why, "Leave it out without a GPU")
-    pools = config.rollout.workers, config.learner.ranks
+    check_kinds(config, gpus)
+    pools = config.rollout.workers * config.rollout.tensor_parallel, config.learner.ranks
     wanted = sum(pools) if config.launch.placement == "disjoint" else max(pools)
     if (config.launch.device == "cuda" or (config.launch.device == "auto" and gpus)) and gpus < wanted:
         raise ConfigError(
@@ -61,6 +55,36 @@ def check(config: Config, gpus: int) -> None:
             f"{wanted} GPUs, and {gpus} are available",
             "Use fewer, or launch.device: cpu",
         )  # fmt: skip
+
+
+def check_kinds(config: Config, gpus: int) -> None:
+    """Refuses what only GPUs can do where there are none."""
+    if config.launch.device == "cpu" or not gpus:
+        for path, value, why in (
+            ("learner.attention", config.learner.attention == "flex", "flex attention has no backward pass on a CPU"),
+            ("learner.offload", config.learner.offload, "everything is in the host's memory as it is"),
+        ):
+            if value:
+                raise ConfigError(path, getattr(config.learner, path.split(".")[1]), why, "Leave it out without a GPU")
+        for path, value in (
+            ("weights.transport", config.weights.transport in ("nccl", "ipc")),
+            ("rollout.tensor_parallel", config.rollout.tensor_parallel > 1),
+        ):
+            if value:
+                section, field = path.split(".")
+                raise ConfigError(
+                    path, getattr(getattr(config, section), field), "it needs GPUs, and there are none here",
+                    "Leave it out",
+                )  # fmt: skip
+
+
+def most_workers(config: Config, gpus: list[str]) -> int | None:
+    """How large the pool of workers may grow here; None without GPUs, where they share cores."""
+    if config.launch.device == "cpu" or not gpus:
+        return None
+    if config.launch.placement != "disjoint":
+        return len(gpus)
+    return (len(gpus) - config.learner.ranks) // config.rollout.tensor_parallel
 
 
 def places(config: Config, cores: list[int], gpus: list[str]) -> tuple[list[Place], list[Place]]:
@@ -73,9 +97,11 @@ def places(config: Config, cores: list[int], gpus: list[str]) -> tuple[list[Plac
             return every[:workers], every[:ranks]
         everywhere = Place(tuple(cores)) if config.launch.pin_cores else Place()
         return [everywhere] * workers, [everywhere] * ranks
-    if config.launch.device != "cpu" and len(gpus) >= workers + ranks:
-        every = [Place(gpus=(gpu,)) for gpu in gpus[: workers + ranks]]
-        return every[:workers], every[workers:]
+    each = config.rollout.tensor_parallel
+    if config.launch.device != "cpu" and len(gpus) >= workers * each + ranks:
+        # Ranks first: a pool of workers may grow.
+        own, rest = gpus[:ranks], gpus[ranks:]
+        return [Place(gpus=tuple(rest[i * each :][:each])) for i in range(workers)], [Place(gpus=(gpu,)) for gpu in own]
     if not config.launch.pin_cores or len(cores) < 2:
         return [Place()] * workers, [Place()] * ranks
     half = max(1, len(cores) // 2)

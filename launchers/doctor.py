@@ -71,15 +71,15 @@ def torch_works() -> str:
 
 
 def vllm_works() -> str:
-    """vLLM imports and knows our weight transport"""
+    """vLLM imports and knows our weight transports"""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
     from vllm.plugins import load_general_plugins
 
-    from async_rl.weights.vllm_plugin import BACKEND
+    from async_rl.weights.vllm_plugin import BACKENDS
 
     load_general_plugins()
-    if BACKEND not in WeightTransferEngineFactory._registry:
+    if BACKENDS.keys() - WeightTransferEngineFactory._registry.keys():
         raise RuntimeError("the plugin of this package is not registered: install it with pip, not by PYTHONPATH")
     return f"platform {current_platform.device_type}"
 

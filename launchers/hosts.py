@@ -88,6 +88,10 @@ class Host(Protocol):
 
     def start(self, spec: Spec) -> Handle: ...
 
+    def most_workers(self) -> int | None:
+        """How large the pool of workers may grow; None if nothing is known against any size."""
+        ...
+
     def release(self, name: str) -> None:
         """The process of this name has left and will not be started again."""
         ...
@@ -118,6 +122,9 @@ class LocalHost:
         config = msgspec.structs.replace(self._config, rollout=rollout)
         workers, ranks = devices.places(config, devices.here(), devices.gpus_here())
         return (workers if spec.role == "worker" else ranks)[spec.rank]
+
+    def most_workers(self) -> int | None:
+        return devices.most_workers(self._config, devices.gpus_here())
 
     def release(self, name: str) -> None:
         pass

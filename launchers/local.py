@@ -87,6 +87,8 @@ class _Run:
         self._stalled = False
         """Whether the learner has been started again since anything moved."""
         self._workers = config.rollout.workers
+        self._refused = 0
+        """The size of the pool of workers that there was no room for."""
         self._tokens_before: int | None = None
         self._ticked = 0.0
 
@@ -162,6 +164,11 @@ class _Run:
     def _scale(self, display: Display) -> None:
         """What `async-rl scale` has asked for."""
         wanted = pools.asked(self.folder)
+        most = self.supervisor.most_workers()
+        if wanted is not None and most is not None and wanted > most:
+            if wanted != self._refused:
+                display.line(f"rollout workers: {wanted} were asked for, and the GPUs here are enough for {most}")
+            self._refused, wanted = wanted, most
         if wanted is None or wanted == self._workers:
             return
         supervisor = self.supervisor

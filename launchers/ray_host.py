@@ -26,6 +26,7 @@ from async_rl.config import Config, LaunchConfig
 from async_rl.errors import ConfigError
 from buffers import keys
 from buffers.config import SecurityConfig
+from launchers import devices
 from launchers.devices import Place
 from launchers.errors import LaunchError, StartTimeout
 from launchers.hosts import Handle, LocalProcess, Spec
@@ -37,15 +38,16 @@ ANSWER_S = 10.0
 Resources = dict[str, float]
 
 
-def request(role: str, launch: LaunchConfig, *, gpus: bool) -> Resources:
+def request(role: str, launch: LaunchConfig, *, gpus: bool, tensor_parallel: int = 1) -> Resources:
     """What Ray is asked for, for one member of a role's pool."""
+    each = float(tensor_parallel) if role == "worker" else 1.0
     if role == "worker":
         cpus, asked, more = launch.worker_cpus, launch.worker_gpus, launch.worker_resources
     else:
         cpus, asked, more = launch.rank_cpus, launch.rank_gpus, launch.rank_resources
-    gpu = (1.0 if gpus and launch.device != "cpu" else 0.0) if asked is None else asked
+    gpu = (each if gpus and launch.device != "cpu" else 0.0) if asked is None else asked
     if launch.device == "cuda" and asked is None:
-        gpu = 1.0
+        gpu = each
     return {"CPU": float(cpus), **({"GPU": gpu} if gpu else {}), **more}
 
 
@@ -172,6 +174,7 @@ class RayHost:
         except (RayError, ConnectionError, RuntimeError, ValueError) as error:
             raise LaunchError(f"Ray at {self._launch.ray_address or 'this machine'} cannot be used: {error}") from error
         self._address = ray.util.get_node_ip_address()
+        self._gpus = ray.cluster_resources().get("GPU", 0.0)
         self._groups: dict[str, tuple[PlacementGroup, int]] = {}
         """By name of a process: where in which placement group its place is."""
         self._actors: dict[str, Any] = {}
@@ -183,10 +186,11 @@ class RayHost:
         return configured(config, folder, nodes=alive)
 
     def _request(self, role: str) -> Resources:
-        return request(role, self._launch, gpus=ray.cluster_resources().get("GPU", 0.0) > 0)
+        return request(role, self._launch, gpus=self._gpus > 0, tensor_parallel=self._config.rollout.tensor_parallel)
 
     def _reserve(self) -> None:
         """Both pools at once, or an error that says what was asked for and what there is."""
+        devices.check_kinds(self._config, int(self._gpus))
         sizes = {"worker": self._config.rollout.workers, "learner": self._config.learner.ranks}
         asked = {role: [self._request(role)] * count for role, count in sizes.items()}
         short = missing([each for pool in asked.values() for each in pool], ray.cluster_resources())
@@ -261,6 +265,9 @@ class RayHost:
         if actor is not None:
             ray.kill(actor)
         self._cores.pop(name, None)
+
+    def most_workers(self) -> int | None:
+        return None  # one that finds no place waits for it
 
     def release(self, name: str) -> None:
         """Nobody of this name is wanted any more: its place is for others. One of a pool's first places stays."""

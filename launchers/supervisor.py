@@ -142,6 +142,9 @@ class Supervisor:
         taken = {child.spec.rank for child in self.children if child.role == role}
         return taken | {spec.rank for _, spec in self._due if spec.role == role}
 
+    def most_workers(self) -> int | None:
+        return self._host.most_workers()
+
     def dismiss(self, child: Child) -> None:
         """Asks a worker to hand back what it has and to go."""
         child.leaving = True

@@ -43,6 +43,7 @@ from async_rl.weights import shm
 from async_rl.weights.client import WeightsClient
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.server import WeightsServer
+from async_rl.weights.shm import Writer
 
 RUNNING = 16
 """Requests that generate while weights are updated."""
@@ -89,7 +90,9 @@ class Learner:
         self.module: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=rate, fused=True)
         tied = tied_names(self.module)
-        self.publisher = Publisher(folder, f"bench-{os.getpid()}", torch.bfloat16, tied, server)
+        self.publisher = Publisher(
+            folder, Writer(f"bench-{os.getpid()}", 3 if server else 2), torch.bfloat16, tied, server
+        )
         self.version = 0
         self.times: list[float] = []
 

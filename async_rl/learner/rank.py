@@ -30,9 +30,8 @@ from async_rl.learner.step import Stepper, StepResult, learning_rate
 from async_rl.tracking.metrics import MetricsWriter
 from async_rl.tracking.timeline import Timeline
 from async_rl.weights.manifest import Probe
-from async_rl.weights.publisher import Publisher
-from async_rl.weights.server import WeightsServer
-from async_rl.weights.transport import device_name, over_network, segment_name
+from async_rl.weights.publisher import publisher_of
+from async_rl.weights.transport import device_name
 from buffers import messages as m
 from staleness.controller import Control
 from staleness.versions import pack as pack_version
@@ -47,7 +46,7 @@ class Learner:
         self.run = run
         self.config = run.config
         self._stop = False
-        self.publications = 0
+        self.publications = self.published_bytes = 0
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         device = _device(self.rank, self.config.launch.device)
         self.prompts = Prompts.read(run.folder / "prompts.npz")
@@ -72,18 +71,12 @@ class Learner:
         self.baton = None
         if self.config.launch.placement == "colocated" and (self.rank == 0 or device.type == "cuda"):
             self.baton = Baton(device_name(run.folder))
+        self.publisher = publisher_of(run, models.tied, device)
         self.rewards: list[float] = []
         """Of the steps since the last checkpoint."""
         self.client = process.client(run.folder, run.config, run.name, "learner")
         if self.rank == 0:
             self.metrics = MetricsWriter(run.folder)
-            self.published_bytes = 0
-            server = None
-            if over_network(self.config):
-                weights = self.config.weights
-                bind = process.bound(weights.bind, run)
-                server = WeightsServer(bind, process.keys(self.config), deltas=weights.deltas)
-            self.publisher = Publisher(run.folder, segment_name(run.folder), self._wire_dtype(), models.tied, server)
 
     @property
     def version(self) -> int:
@@ -94,7 +87,8 @@ class Learner:
         self._rehearse()
         self._publish()
         if self.rank == 0:
-            news = m.Published(self.version, list(self.lineage.forks), source=self.publisher.source)
+            source = self.publisher.source if self.publisher is not None else ""
+            news = m.Published(self.version, list(self.lineage.forks), source=source)
             self.client.ask(news, m.Done)
         while self.step < self.config.steps:
             waited = time.time()
@@ -165,7 +159,7 @@ class Learner:
             probe = self._probe() if due else None
             self.publications += 1
             tensors = checkpoint.full_tensors(self.policy, trained=True)
-            if self.rank == 0:
+            if self.publisher is not None:
                 manifest = self.publisher.publish(self.version, tensors, probe)
                 self.published_bytes = sum(entry.nbytes for entry in manifest.tensors)
             else:
@@ -179,7 +173,7 @@ class Learner:
         """
         with torch.no_grad(), self.timeline.span("rehearse"), self._disturbed():
             probe, tensors = self._probe(), checkpoint.full_tensors(self.policy, trained=True)
-            if self.rank == 0:
+            if self.publisher is not None:
                 self.publisher.rehearse(tensors, probe)
             else:
                 _exhaust(tensors)
@@ -295,21 +289,21 @@ class Learner:
             self.metrics.write({"step": self.step, "time": published, **line})
             self.rewards.append(line["reward"])
 
-    def _wire_dtype(self) -> torch.dtype:
-        return getattr(torch, self.config.rollout.dtype)
-
     def stop(self, _signal: int = 0, _frame: FrameType | None = None) -> None:
         """Asks for an orderly end after the step in progress; usable as a signal handler."""
         self._stop = True
 
     def _stopping(self) -> bool:
+        if self.publisher is not None:
+            self.publisher.check()
         return self._stop
 
     def close(self) -> None:
-        if self.rank == 0:
+        if self.publisher is not None:
             # The segments stay until the supervisor removes them: workers may still be reading the last version. Nobody
             # needs another pull.
             self.publisher.stop()
+        if self.rank == 0:
             self.metrics.close()
         self.checkpoints.close()
         self.client.close()

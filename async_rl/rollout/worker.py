@@ -41,8 +41,8 @@ from async_rl.tracking.slots import Slots
 from async_rl.tracking.timeline import BusyMeter, Timeline
 from async_rl.tracking.usage import Usage
 from async_rl.weights.client import WeightsClient
-from async_rl.weights.receiver import Elsewhere, Here, Receiver
-from async_rl.weights.transport import device_name, over_network, segment_name
+from async_rl.weights.receiver import Broadcast, Elsewhere, Here, Joinable, Receiver, Source
+from async_rl.weights.transport import device_name, segment_name, served
 from buffers import messages as m
 from buffers.client import AsyncClient, Meter, read_endpoint
 from staleness.versions import show
@@ -93,10 +93,9 @@ class Worker:
         self.trajectories: dict[int, asyncio.Task[None]] = {}
         self.overhead = Meter()
         self.remote = None
-        if over_network(config):
+        if served(config):
             self.remote = WeightsClient(f"{segment_name(run.folder)}-{run.name}", process.keys(config))
-        source = Here(run.folder) if self.remote is None else Elsewhere(self.remote)
-        self.receiver = Receiver(self.engine, source, config.rollout.dtype)
+        self.receiver = Receiver(self.engine, self._source(), config.rollout.dtype)
         self.streamer = Streamer(chunk_tokens=config.rollout.chunk_tokens, flush_s=config.rollout.flush_ms / 1000)
         self.rewards = Rewards(config.reward, config.data.prompt_column)
         self.environments = None if config.environment.name is None else find(config.environment.name)
@@ -108,6 +107,14 @@ class Worker:
         self.applied = asyncio.Condition()
         self.version: int | None = None
         self.news: asyncio.Queue[m.News] = asyncio.Queue()
+
+    def _source(self) -> Source:
+        if self.remote is None:
+            return Here(self.run.folder)
+        if self.config.weights.transport == "zmq":
+            return Elsewhere(self.remote)
+        assert isinstance(self.engine, Joinable)
+        return Broadcast(self.remote, self.run.name, self.engine)
 
     async def main(self) -> None:
         """Runs until cancelled; the first task that fails ends the worker with its error."""
@@ -138,6 +145,8 @@ class Worker:
                     for held in cancelled:
                         self._cancel(held.ticket)
                 case m.News() as news:
+                    if self.remote is not None and news.source:
+                        self.remote.connect(news.source)
                     self.news.put_nowait(news)
                 case other:
                     raise EngineError(f"a worker cannot act on {type(other).__name__}")
@@ -206,8 +215,6 @@ class Worker:
             news = await self._newest()
             if self.version is not None and news.version <= self.version:
                 continue
-            if self.remote is not None:
-                self.remote.connect(news.source)
             if self.version is None:
                 await self._rehearse()
             if news.changed or self.version is None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from time import monotonic
+from typing import Any
 from zlib import crc32
 
 import msgspec
@@ -17,10 +18,25 @@ import zmq
 import zmq.asyncio
 from numpy.typing import NDArray
 
-from async_rl.errors import WeightsError
+from async_rl.errors import WeightsError, WeightsLate
 from async_rl.weights import delta, shm, wire
 from async_rl.weights.manifest import Manifest
-from async_rl.weights.wire import Answer, Get, Gone, Offer, Part, Piece, Question, Wanted
+from async_rl.weights.wire import (
+    Alone,
+    Answer,
+    Get,
+    Gone,
+    Join,
+    Joined,
+    Offer,
+    Part,
+    Piece,
+    Question,
+    Send,
+    Sending,
+    Soon,
+    Wanted,
+)
 from buffers import keys as curve
 
 PART = 4 << 20
@@ -52,42 +68,69 @@ class WeightsClient:
         self._keys = keys
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
-        self._endpoint = ""
+        self._endpoint = self._wanted = ""
+        self.joined = False
+        """Whether the learner shares a communicator with this host's engine."""
         self._requests = 0
         self._held: Manifest | None = None
         self.pulled = Pulled()
 
     def connect(self, endpoint: str) -> None:
-        """A learner that is started again listens elsewhere."""
-        if endpoint == self._endpoint:
-            return
+        """A learner that is started again listens elsewhere: a pull in progress begins anew there."""
+        self._wanted = endpoint
+
+    def _connected(self) -> zmq.asyncio.Socket:
+        if self._socket is not None and self._endpoint == self._wanted:
+            return self._socket
         self._disconnect()
-        self._endpoint = endpoint
+        self._endpoint = self._wanted
+        self.joined = False
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, f"{os.getpid()}.{uuid.uuid4().hex[:8]}".encode())
         self._socket.setsockopt(zmq.LINGER, 0)
         if self._keys is not None:
             curve.secure_client(self._socket, self._keys)
-        self._socket.connect(endpoint)
+        self._socket.connect(self._endpoint)
+        return self._socket
 
     async def pull(self, *, rehearsal: bool = False) -> Offer:
         """The newest version, with the manifest of its copy on this host. Another one that comes while this one is on
         its way is brought in its place."""
         while True:
             have = None if self._held is None else self._held.version
-            self._requests += 1
-            offer = await self._ask(Wanted(self._requests, have, rehearsal))
-            if offer.manifest is None:
-                return offer
-            here = msgspec.structs.replace(offer.manifest, segment=str(self._path))
-            if have != here.version:
-                try:
+            try:
+                offer = await self.offered(rehearsal=rehearsal, have=have)
+                if offer.manifest is None:
+                    return offer
+                here = msgspec.structs.replace(offer.manifest, segment=str(self._path))
+                if have != here.version:
                     await self._bring(offer.pieces, here)
-                except Replaced:
-                    self.pulled.gone += 1
-                    continue
+            except Replaced:
+                self.pulled.gone += 1
+                continue
             self._held = here
             return msgspec.structs.replace(offer, manifest=here)
+
+    async def offered(self, *, rehearsal: bool = False, have: int | None = None) -> Offer:
+        """What the learner has."""
+        offer = await self._ask(lambda request: Wanted(request, have, rehearsal))
+        if not isinstance(offer, Offer):
+            raise WeightsError(f"the learner at {self._endpoint} answers with {type(offer).__name__}")
+        return offer
+
+    async def join(self, worker: str, engine_ranks: int) -> dict[str, Any]:
+        """What an engine needs to know to make a communicator with the learner, who is making it."""
+        answer = await self._ask(lambda request: Join(request, worker, engine_ranks))
+        if not isinstance(answer, Joined):
+            raise WeightsError(f"the learner at {self._endpoint} sends no weights over NCCL")
+        return msgspec.json.decode(answer.init)
+
+    async def send(self, worker: str, version: int) -> None:
+        """Returns when the learner takes part in the broadcast of a version; raises `Replaced` if it will not."""
+        answer = await self._ask(lambda request: Send(request, worker, version))
+        if not isinstance(answer, Sending):
+            self.joined = self.joined and not isinstance(answer, Alone)
+            raise Replaced(f"version {version} is not sent: {type(answer).__name__}")
 
     async def _bring(self, pieces: list[Piece], here: Manifest) -> None:
         """Gets the pieces into this host's segment, and proves the checksums of what they come to."""
@@ -109,25 +152,28 @@ class WeightsClient:
     async def _download(self, piece: Piece, put: Callable[[int, bytes], None]) -> None:
         """Asks for parts, a few ahead, until all are there."""
         missing = {offset: min(PART, piece.size - offset) for offset in range(0, piece.size, PART)}
-        asked: dict[int, tuple[int, float]] = {}
+        asked: dict[int, int] = {}
+        """The offset of every request, those asked for again too: over a slow link an answer may be late."""
+        due: dict[int, float] = {}
+        """When to ask again, by offset, for what is on its way."""
         heard = monotonic()
         while missing:
             now = monotonic()
-            asked = {request: (offset, at) for request, (offset, at) in asked.items() if now - at < RETRY_S}
-            on_the_way = {offset for offset, _ in asked.values()}
-            for offset in [offset for offset in missing if offset not in on_the_way][: AHEAD - len(asked)]:
+            due = {offset: at for offset, at in due.items() if offset in missing and now < at}
+            for offset in [offset for offset in missing if offset not in due][: AHEAD - len(due)]:
                 self._requests += 1
-                asked[self._requests] = offset, now
+                asked[self._requests], due[offset] = offset, now + RETRY_S
                 await self._send(Get(self._requests, piece.version, piece.base, offset, missing[offset]))
             answer, frames = await self._hear()
             if answer is None:
                 if now - heard > LIMIT_S:
-                    raise WeightsError(f"the learner at {self._endpoint} has sent nothing for {LIMIT_S:g} s")
+                    raise WeightsLate(f"the learner at {self._endpoint} has sent nothing for {LIMIT_S:g} s")
                 continue
             heard = now
             if answer.request not in asked:
                 continue
-            offset, _ = asked.pop(answer.request)
+            offset = asked[answer.request]
+            due.pop(offset, None)  # wrong bytes are asked for again at once
             if isinstance(answer, Gone):
                 raise Replaced(f"version {piece.version} has been replaced while it was being pulled")
             if isinstance(answer, Part) and offset in missing and crc32(frames[0]) == answer.crc:
@@ -135,7 +181,11 @@ class WeightsClient:
                     raise WeightsError(f"a part at {offset} of version {piece.version} has {len(frames[0])} bytes")
                 put(offset, frames[0])
 
-    async def _ask(self, question: Wanted) -> Offer:
+    async def _ask(self, asking: Callable[[int], Question]) -> Answer:
+        """The answer to a question, asked again now and then; not `Soon`."""
+        self._connected()
+        self._requests += 1
+        question = asking(self._requests)
         begun, again = monotonic(), 0.0
         while monotonic() - begun < LIMIT_S:
             if monotonic() >= again:
@@ -144,11 +194,11 @@ class WeightsClient:
             answer, _ = await self._hear()
             if answer is None or answer.request != question.request:
                 continue
-            if isinstance(answer, Offer):
+            if not isinstance(answer, Soon):
                 return answer
             begun, again = monotonic(), monotonic() + SOON_S
             await asyncio.sleep(SOON_S)
-        raise WeightsError(f"the learner at {self._endpoint} has not answered for {LIMIT_S:g} s")
+        raise WeightsLate(f"the learner at {self._endpoint} has not answered for {LIMIT_S:g} s")
 
     async def _send(self, question: Question) -> None:
         assert self._socket is not None
@@ -157,6 +207,8 @@ class WeightsClient:
     async def _hear(self) -> tuple[Answer | None, list[bytes]]:
         assert self._socket is not None
         if not await self._socket.poll(200):
+            if self._wanted != self._endpoint:
+                raise Replaced(f"the learner has moved from {self._endpoint} to {self._wanted}")
             return None, []
         head, *frames = await self._socket.recv_multipart()
         return wire.answer(head), frames

@@ -37,14 +37,29 @@ class Probe(Struct, frozen=True):
     logprobs: list[float]
 
 
+class Export(Struct, frozen=True):
+    """A segment in the memory of a GPU, for other processes that use the GPU: what `reduce_tensor` of
+    torch.multiprocessing says of it."""
+
+    handle: bytes
+    storage_bytes: int
+    storage_offset: int
+    ref_counter: bytes
+    ref_counter_offset: int
+    event: bytes
+    event_sync_required: bool
+
+
 class Manifest(Struct, frozen=True):
-    """One publication. `segment` is the file of the shared memory; `tied` names share another tensor's bytes."""
+    """One publication. `segment` is the file of the shared memory; `tied` names share another tensor's bytes;
+    `exports`, by a GPU's UUID, say where the bytes are if they are not in the file."""
 
     version: int
     segment: str
     tensors: list[TensorEntry]
     tied: list[str]
     probe: Probe | None = None
+    exports: dict[str, Export] = {}
 
     def write(self, path: Path) -> None:
         """Replaces `path` in one step: a reader sees the old manifest or the new one."""

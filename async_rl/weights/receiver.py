@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from async_rl.errors import WeightsError
+from async_rl.errors import WeightsError, WeightsLate
 from async_rl.weights import shm
-from async_rl.weights.client import WeightsClient
+from async_rl.weights.client import Replaced, WeightsClient
 from async_rl.weights.manifest import MANIFEST, REHEARSAL, Manifest
 
 PROBE_LIMITS = {"bfloat16": 0.1, "float32": 1e-3}
 """Largest mean |learner - engine| log-prob of a probe, by the engine's compute type. Two honest bfloat16 passes over a
 135M model are .03 to .05 apart on prompt tokens (measured); a head that was not updated is several times that."""
+
+
+BROADCAST_S = 150.0
+"""Longest time for a version to come over NCCL; more than the learner gives it."""
+
+
+@runtime_checkable
+class Joinable(Protocol):
+    """An engine that can make a communicator with the learner: of so many ranks."""
+
+    @property
+    def ranks(self) -> int: ...
+
+    async def join(self, init: dict[str, Any]) -> None: ...
 
 
 class Updatable(Protocol):
@@ -48,6 +63,10 @@ class Source(Protocol):
         """And whether there is no newer one."""
         ...
 
+    def held(self, manifest: Manifest) -> AbstractAsyncContextManager[None]:
+        """For the length of the block an engine can load it; raises `Overtaken` if it is too late."""
+        ...
+
 
 class Here:
     """From a learner on this host, by its manifests in the run's folder."""
@@ -61,6 +80,19 @@ class Here:
 
     async def newest(self) -> tuple[Manifest, bool]:
         return Manifest.read(self._folder / MANIFEST), True
+
+    @asynccontextmanager
+    async def held(self, manifest: Manifest) -> AsyncIterator[None]:
+        async with _verified(manifest):
+            yield
+
+
+@asynccontextmanager
+async def _verified(manifest: Manifest) -> AsyncIterator[None]:
+    """A segment of this host. Generation goes on while checksums are compared."""
+    with shm.hold(manifest):
+        await asyncio.to_thread(shm.verify, manifest)
+        yield
 
 
 class Elsewhere:
@@ -77,6 +109,42 @@ class Elsewhere:
         if offer.manifest is None:
             raise WeightsError("a version was announced, and the learner has none")
         return offer.manifest, offer.newest
+
+    @asynccontextmanager
+    async def held(self, manifest: Manifest) -> AsyncIterator[None]:
+        async with _verified(manifest):
+            yield
+
+
+class Broadcast:
+    """From the GPU of a learner to that of this worker's engine, which takes part in a communicator with it."""
+
+    def __init__(self, client: WeightsClient, worker: str, engine: Joinable) -> None:
+        self.client = client
+        self._worker, self._engine = worker, engine
+
+    async def rehearsal(self) -> Manifest | None:
+        return (await self.client.offered(rehearsal=True)).manifest
+
+    async def newest(self) -> tuple[Manifest, bool]:
+        offer = await self.client.offered()
+        if offer.manifest is None:
+            raise WeightsError("a version was announced, and the learner has none")
+        return offer.manifest, offer.newest
+
+    @asynccontextmanager
+    async def held(self, manifest: Manifest) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(BROADCAST_S):
+                if not self.client.joined:
+                    await self._engine.join(await self.client.join(self._worker, self._engine.ranks))
+                    self.client.joined = True
+                await self.client.send(self._worker, manifest.version)
+                yield
+        except Replaced as error:
+            raise shm.Overtaken(str(error)) from error
+        except TimeoutError as error:
+            raise WeightsLate(f"version {manifest.version} did not arrive over NCCL in {BROADCAST_S:g} s") from error
 
 
 class Receiver:
@@ -111,9 +179,8 @@ class Receiver:
             return Receipt(manifest.version, pause, await self._prove(manifest), newest)
 
     async def _update(self, manifest: Manifest) -> float:
-        """Seconds of pause. Generation goes on while checksums are compared."""
-        with shm.hold(manifest):
-            await asyncio.to_thread(shm.verify, manifest)
+        """Seconds of pause."""
+        async with self._source.held(manifest):
             return await self._engine.update(manifest)
 
     async def _prove(self, manifest: Manifest) -> float | None:

@@ -9,18 +9,39 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
+from typing import TYPE_CHECKING
 from zlib import crc32
 
 import msgspec
 import zmq
 import zmq.auth.thread
 
+from async_rl.errors import WeightsError
 from async_rl.weights import delta, shm, wire
 from async_rl.weights.manifest import REHEARSED, Manifest
-from async_rl.weights.wire import Get, Gone, Offer, Part, Piece, Soon, Wanted
+from async_rl.weights.wire import (
+    Alone,
+    Answer,
+    Get,
+    Gone,
+    Join,
+    Joined,
+    Offer,
+    Part,
+    Piece,
+    Send,
+    Sending,
+    Soon,
+    Wanted,
+)
 from buffers import keys as curve
+
+if TYPE_CHECKING:
+    from async_rl.weights.nccl import Sender
 
 KEPT = 8
 """Deltas that are kept: a receiver that is no more than so many versions behind needs no whole segment."""
@@ -45,9 +66,13 @@ class Shelf:
             self._deltas.clear()
         else:
             self._deltas[self.newest.version] = manifest.version, step
-            while len(self._deltas) > self._kept:
+            # More than the whole of them nobody would take.
+            while len(self._deltas) > self._kept or self._bytes() > shm.size(manifest):
                 del self._deltas[next(iter(self._deltas))]
         self.newest = manifest
+
+    def _bytes(self) -> int:
+        return sum(len(step) for _, step in self._deltas.values())
 
     def offer(self, wanted: Wanted, pinned: Manifest | None = None) -> Offer:
         """Deltas from what the asker has, if they are smaller than the whole; else the whole and, if that is `pinned`
@@ -90,13 +115,18 @@ def _whole(manifest: Manifest) -> Piece:
 class WeightsServer:
     """Serves until closed. `endpoint` is where; `publish` is called by the learner and returns at once."""
 
-    def __init__(self, bind: str, keys: Path | None, *, deltas: bool) -> None:
-        self._shelf, self._deltas = Shelf(), deltas
+    def __init__(self, bind: str, keys: Path | None, *, deltas: bool, sender: Sender | None = None) -> None:
+        """`sender`: over NCCL, where receivers ask here and get it there."""
+        self._shelf, self._deltas, self._sender = Shelf(), deltas and sender is None, sender
         self._lock = threading.Condition()
         self._waiting: Manifest | None = None
         """A version that is being compared with the one before, or will be."""
         self._closing = False
-        self._pin = Pin()
+        self._pins = {False: Pin(), True: Pin()}
+        """Of versions, and of the rehearsal."""
+        self._begun: dict[bytes, tuple[int, Answer]] = {}
+        """What each receiver last asked of NCCL, and the answer: it may ask again, and begins one thing."""
+        self._error: Exception | None = None
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -110,11 +140,23 @@ class WeightsServer:
         self._socket.bind(bind)
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._threads = [
-            threading.Thread(target=target, name=f"weights{target.__name__}", daemon=True)
+            threading.Thread(target=self._guarded, args=(target,), name=f"weights{target.__name__}", daemon=True)
             for target in (self._serve, self._compare)
         ]
         for thread in self._threads:
             thread.start()
+
+    def _guarded(self, target: Callable[[], None]) -> None:
+        try:
+            target()
+        except Exception as error:
+            traceback.print_exc()
+            self._error = error
+
+    def check(self) -> None:
+        """Raises `WeightsError` if it serves no more."""
+        if self._error is not None:
+            raise WeightsError(f"the server of weights has failed: {self._error!r}") from self._error
 
     def rehearse(self, manifest: Manifest) -> None:
         with self._lock:
@@ -122,6 +164,7 @@ class WeightsServer:
 
     def publish(self, manifest: Manifest) -> None:
         """Whoever asks from now on gets this version, or a newer one."""
+        self.check()
         with self._lock:
             if self._deltas and self._shelf.newest is not None:
                 self._waiting = manifest
@@ -149,7 +192,8 @@ class WeightsServer:
         while not self._closing:
             if not self._socket.poll(POLL_MS):
                 with self._lock:
-                    self._pin.expire()
+                    for pin in self._pins.values():
+                        pin.expire()
                 continue
             peer, *frames = self._socket.recv_multipart()
             try:
@@ -157,20 +201,47 @@ class WeightsServer:
             except (msgspec.DecodeError, IndexError) as error:
                 print(f"weights: a message that cannot be read: {error}", file=sys.stderr, flush=True)
                 continue
-            self._socket.send_multipart([peer, *self._answer(asked)])
+            if isinstance(asked, Join | Send):
+                if self._begun.get(peer, (0,))[0] != asked.request:
+                    self._begun[peer] = asked.request, self._by_nccl(asked)
+                self._socket.send_multipart([peer, wire.encode(self._begun[peer][1])])
+            else:
+                self._socket.send_multipart([peer, *self._answer(asked)])
 
     def _answer(self, asked: Wanted | Get) -> list[bytes]:
         with self._lock:
             if isinstance(asked, Get):
-                found = self._pin.part(asked) if asked.base is None else self._shelf.step(asked)
+                found = self._shelf.step(asked) if asked.base is not None else self._pinned(asked.version).part(asked)
                 return [wire.encode(Gone(asked.request))] if found is None else _part(asked, found)
             if self._waiting is not None and not asked.rehearsal:
                 return [wire.encode(Soon(asked.request))]
-            offer = self._shelf.offer(asked, self._pin.manifest)
+            if self._sender is not None:
+                there = self._shelf.rehearsal if asked.rehearsal else self._shelf.newest
+                return [wire.encode(Offer(asked.request, there))]
+            offer = self._shelf.offer(asked, self._pins[False].manifest)
             for piece in offer.pieces:
-                if piece.base is None and not self._pin.take(piece.version, self._shelf):
+                if piece.base is None and not self._pinned(piece.version).take(piece.version, self._shelf):
                     return [wire.encode(Offer(asked.request, None))]
             return [wire.encode(offer)]
+
+    def _pinned(self, version: int) -> Pin:
+        return self._pins[version == REHEARSED]
+
+    def _by_nccl(self, asked: Join | Send) -> Answer:
+        if self._sender is None:
+            return Alone(asked.request)
+        if isinstance(asked, Join):
+            return Joined(asked.request, msgspec.json.encode(self._sender.join(asked.worker, asked.engine_ranks)))
+        with self._lock:
+            known = {each.version: each for each in (self._shelf.rehearsal, self._shelf.newest) if each is not None}
+        if asked.version not in known:
+            return Gone(asked.request)
+        try:
+            begun = self._sender.send(asked.worker, known[asked.version])
+        except WeightsError as error:
+            print(f"weights: {error}", file=sys.stderr, flush=True)
+            return Alone(asked.request)
+        return Sending(asked.request) if begun else Gone(asked.request)
 
     def close(self) -> None:
         with self._lock:
@@ -180,7 +251,10 @@ class WeightsServer:
             thread.join()
         if self._guard is not None:
             self._guard.stop()
-        self._pin.release()
+        if self._sender is not None:
+            self._sender.close()
+        for pin in self._pins.values():
+            pin.release()
         self._socket.close()
         self._context.term()
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from io import BufferedRandom
 from pathlib import Path
@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from async_rl.errors import WeightsError
-from async_rl.weights.manifest import Manifest, TensorEntry, checksum
+from async_rl.weights.manifest import Export, Manifest, TensorEntry, checksum
+from async_rl.weights.transport import SHM
 
-SHM = Path("/dev/shm")
 HEADER = 64
 WRITING = -1
 PIECE = 1 << 18
@@ -56,15 +56,20 @@ class Writer:
             entries.append(TensorEntry(name, str(dtype).removeprefix("torch."), list(tensor.shape), end, nbytes, 0))
             end = (end + nbytes + 63) // 64 * 64
         with self._oldest() as file:
-            memory = self._map(file, end)
-            header = np.frombuffer(memory, np.int64, 1)
+            header, memory = self._memory(file, end)
             header[0] = WRITING
             done: list[TensorEntry] = []
             for entry, (_, tensor) in zip(entries, named, strict=True):
-                raw = np.frombuffer(memory, np.uint8, entry.nbytes, entry.offset)
+                raw = memory[entry.offset : entry.offset + entry.nbytes]
                 done.append(msgspec.structs.replace(entry, checksum=_copied(tensor, raw, dtype)))
+            exports = self._exported()
             header[0] = version
-        return Manifest(version, str(self._paths[-1]), done, tied=[])
+        return Manifest(version, str(self._paths[-1]), done, tied=[], exports=exports)
+
+    def _memory(self, file: BufferedRandom, size: int) -> tuple[NDArray[np.int64], Tensor]:
+        """The version's place, and a segment's bytes, the first `HEADER` of which are never written to."""
+        memory = self._map(file, size)
+        return np.frombuffer(memory, np.int64, 1), torch.frombuffer(memory, dtype=torch.uint8, count=size)
 
     def _map(self, file: BufferedRandom, size: int) -> mmap.mmap:
         """Mapped once: the pages of a new mapping would have to be found one by one again."""
@@ -74,6 +79,10 @@ class Writer:
         if path not in self._maps or len(self._maps[path]) < size:
             self._maps[path] = mmap.mmap(file.fileno(), size)
         return self._maps[path]
+
+    def _exported(self) -> dict[str, Export]:
+        """What others need to read a segment that is not in its file."""
+        return {}
 
     @contextmanager
     def _oldest(self) -> Iterator[BufferedRandom]:
@@ -93,17 +102,37 @@ class Writer:
             path.unlink(missing_ok=True)
 
 
-def _copied(tensor: Tensor, raw: NDArray[np.uint8], dtype: torch.dtype) -> int:
-    """Copies a tensor, cast to `dtype`, to `raw`; its checksum, taken piece by piece while they are in the cache."""
-    target = torch.from_numpy(raw).view(dtype)
+def _copied(tensor: Tensor, raw: Tensor, dtype: torch.dtype) -> int:
+    """Copies a tensor, cast to `dtype`, to `raw`; its checksum, on a CPU taken piece by piece while they are in the
+    cache."""
+    target = raw.view(dtype)
+    if raw.device.type != "cpu":
+        target.view(tensor.shape).copy_(tensor)
+        return checksums([raw])[0]
+    data = raw.numpy()
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         target.view(tensor.shape).copy_(tensor)
-        return checksum(raw)
+        return checksum(data)
     source, total = tensor.reshape(-1), 0
     for start in range(0, source.numel(), PIECE):
         target[start : start + PIECE].copy_(source[start : start + PIECE])
-        total += checksum(raw[start * dtype.itemsize : (start + PIECE) * dtype.itemsize])
+        total += checksum(data[start * dtype.itemsize : (start + PIECE) * dtype.itemsize])
     return total % (1 << 64)
+
+
+def checksums(tensors: Sequence[Tensor]) -> list[int]:
+    """As `manifest.checksum` has them, taken where the tensors are; they are contiguous."""
+    if not tensors:
+        return []
+    totals: list[Tensor] = []
+    for tensor in tensors:
+        raw = tensor.reshape(-1).view(torch.uint8)
+        whole = raw.numel() // 8 * 8
+        words = raw[:whole] if raw.storage_offset() % 8 == 0 else raw[:whole].clone()
+        rest = torch.zeros(8, dtype=torch.uint8, device=raw.device)
+        rest[: raw.numel() - whole] = raw[whole:]
+        totals.append(words.view(torch.int64).sum() + rest.view(torch.int64)[0])  # wraps around
+    return [total % (1 << 64) for total in torch.stack(totals).tolist()]
 
 
 @contextmanager
@@ -145,7 +174,9 @@ def read(manifest: Manifest) -> list[tuple[str, Tensor]]:
 
 def verify(manifest: Manifest) -> None:
     """Raises `WeightsError` if the bytes of a segment are not those that were published. Apart from `read`, since an
-    engine need not stand still for it."""
+    engine need not stand still for it. What is in a device's memory is proven where it is loaded."""
+    if manifest.exports:
+        return
     memory = _mapped(manifest)
     for entry in manifest.tensors:
         if checksum(np.frombuffer(memory, np.uint8, entry.nbytes, entry.offset)) != entry.checksum:

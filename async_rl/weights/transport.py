@@ -11,9 +11,14 @@ SHM = Path("/dev/shm")
 """Where a host's processes share memory and locks."""
 
 
-def over_network(config: Config) -> bool:
-    """Whether workers pull weights over the network, not from shared memory of the learner's host."""
-    return config.weights.transport == "zmq"
+def served(config: Config) -> bool:
+    """Whether workers ask the learner for weights, and do not find them on its host."""
+    return config.weights.transport in ("zmq", "nccl")
+
+
+def on_devices(config: Config) -> bool:
+    """Whether what is published stays in the memory of GPUs."""
+    return config.weights.transport in ("nccl", "ipc")
 
 
 def device_name(folder: Path) -> str:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 
-BACKEND = "async_rl_shm"
+BACKENDS = {
+    "async_rl_shm": "ShmWeightTransfer",
+    "async_rl_nccl": "NcclWeightTransfer",
+    "async_rl_ipc": "IpcWeightTransfer",
+}
 
 
 def register() -> None:
-    """Makes the shared-memory backend known to vLLM; engine processes of a run also end with their parent."""
+    """Makes our weight transports known to vLLM; engine processes of a run also end with their parent."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, "async_rl.weights.vllm_backend", "ShmWeightTransfer")
+    for backend, name in BACKENDS.items():
+        if backend not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(backend, "async_rl.weights.vllm_backend", name)
     worker = os.environ.get("ASYNC_RL_WORKER_PID")
     if worker is not None and os.getppid() == int(worker):
         from async_rl.process import die_with_parent

@@ -30,6 +30,22 @@ class Get(Message, frozen=True):
     length: int
 
 
+class Join(Message, frozen=True):
+    """A worker's engine, of so many ranks, will take part in a communicator of its own with the learner."""
+
+    request: int
+    worker: str
+    engine_ranks: int
+
+
+class Send(Message, frozen=True):
+    """A worker's engine takes part in the broadcast of a version from now on."""
+
+    request: int
+    worker: str
+    version: int
+
+
 class Piece(Struct, frozen=True, array_like=True):
     """A delta from version `base`, or with None the whole segment of a version; `size` in bytes."""
 
@@ -56,6 +72,25 @@ class Soon(Message, frozen=True):
     request: int
 
 
+class Joined(Message, frozen=True):
+    """Where the communicator is made: the init info of vLLM's NCCL engine, as JSON."""
+
+    request: int
+    init: bytes
+
+
+class Sending(Message, frozen=True):
+    """The learner takes part in the broadcast too."""
+
+    request: int
+
+
+class Alone(Message, frozen=True):
+    """The learner shares no communicator with the asker: it may ask to join."""
+
+    request: int
+
+
 class Part(Message, frozen=True):
     """The bytes asked for, in the frame that follows, and their CRC-32."""
 
@@ -69,8 +104,8 @@ class Gone(Message, frozen=True):
     request: int
 
 
-Question = Wanted | Get
-Answer = Offer | Soon | Part | Gone
+Question = Wanted | Get | Join | Send
+Answer = Offer | Soon | Part | Gone | Joined | Sending | Alone
 encode = msgspec.msgpack.Encoder().encode
 question = msgspec.msgpack.Decoder(Question).decode
 answer = msgspec.msgpack.Decoder(Answer).decode

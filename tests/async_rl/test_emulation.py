@@ -18,6 +18,7 @@ from async_rl.rollout.engines.protocol import Delta, Request
 from async_rl.tracking import usage
 from async_rl.tracking.slots import Slots
 from async_rl.weights.publisher import Publisher
+from async_rl.weights.shm import Writer
 
 END = 1
 
@@ -81,7 +82,7 @@ def test_a_budget_ends_a_response_and_who_asks_again_gets_the_rest() -> None:
 
 
 def test_tokens_carry_the_version_of_their_time(tmp_path: Path) -> None:
-    publisher = Publisher(tmp_path, f"emulated-{tmp_path.name}", torch.float32, [])
+    publisher = Publisher(tmp_path, Writer(f"emulated-{tmp_path.name}"), torch.float32, [])
     manifest = publisher.publish(7, [("w", torch.ones(4))], None)
 
     async def story() -> list[Delta]:

@@ -18,6 +18,7 @@ from async_rl.learner.policy import load
 from async_rl.rollout.engines.protocol import Delta, Engine, Request
 from async_rl.rollout.engines.torch_engine import TorchEngine
 from async_rl.weights.publisher import Publisher
+from async_rl.weights.shm import Writer
 
 PROMPT = [0, 40, 41, 42, 1, 0]
 
@@ -60,7 +61,7 @@ def run(engine: TorchEngine, *requests: Request) -> list[Delta]:
 
 @pytest.fixture
 def publisher(tmp_path: Path) -> Iterator[Publisher]:
-    publisher = Publisher(tmp_path, f"engine-{tmp_path.name}", torch.float32, tied=["lm_head.weight"])
+    publisher = Publisher(tmp_path, Writer(f"engine-{tmp_path.name}"), torch.float32, tied=["lm_head.weight"])
     yield publisher
     publisher.close()
 

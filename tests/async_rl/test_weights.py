@@ -23,7 +23,7 @@ TENSORS = [("a", torch.arange(6.0).view(2, 3)), ("b.weight", torch.full((5,), -1
 
 @pytest.fixture
 def publisher(tmp_path: Path) -> Iterator[Publisher]:
-    publisher = Publisher(tmp_path, f"test-{tmp_path.name}", torch.bfloat16, tied=["head"])
+    publisher = Publisher(tmp_path, shm.Writer(f"test-{tmp_path.name}"), torch.bfloat16, tied=["head"])
     yield publisher
     publisher.close()
 

@@ -89,7 +89,7 @@ class Pair:
 
     def __init__(self, folder: Path, *, deltas: bool = True, keys: Path | None = None) -> None:
         self.server = WeightsServer("tcp://127.0.0.1:*", keys, deltas=deltas)
-        self.publisher = Publisher(folder, f"net-{folder.name}", torch.bfloat16, [], self.server)
+        self.publisher = Publisher(folder, shm.Writer(f"net-{folder.name}", 3), torch.bfloat16, [], self.server)
         self.weights = torch.randn(SIZE)
         self.version = 0
 
@@ -299,3 +299,97 @@ def test_only_holders_of_a_key_get_weights(tmp_path: Path) -> None:
 
     with pair(tmp_path, keys=tmp_path / "keys") as learner:
         asyncio.run(story(learner))
+
+
+def test_a_learner_that_dies_in_mid_pull_is_left_for_its_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pull ends as soon as news come of another one, not when its limit is reached."""
+    monkeypatch.setattr(client_module, "PART", 50_000)
+    (tmp_path / "second").mkdir()
+
+    async def story(first: Pair) -> None:
+        client = WeightsClient(f"client-{tmp_path.name}")
+        client.connect(first.server.endpoint)
+        first.publish()
+        answers, stuck = first.server._answer, asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def dies(asked: wire.Wanted | wire.Get) -> list[bytes]:
+            if isinstance(asked, wire.Get) and asked.offset > 100_000:
+                loop.call_soon_threadsafe(stuck.set)
+                return [wire.encode(wire.Soon(0))]
+            return answers(asked)
+
+        monkeypatch.setattr(first.server, "_answer", dies)
+        try:
+            pulling = asyncio.create_task(client.pull())
+            await asyncio.wait_for(stuck.wait(), 20)
+            with pair(tmp_path / "second") as second:
+                second.version = 1 << 32
+                second.publish()
+                client.connect(second.server.endpoint)
+                offer = await asyncio.wait_for(pulling, 20)
+                assert offer.manifest is not None
+                assert same(offer.manifest, second)
+        finally:
+            client.close()
+
+    with pair(tmp_path) as first:
+        asyncio.run(story(first))
+
+
+def test_parts_that_come_later_than_they_are_asked_for_again_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a slow link every answer may be late: then each part still travels about once."""
+    monkeypatch.setattr(client_module, "PART", 50_000)
+    monkeypatch.setattr(client_module, "RETRY_S", 0.05)
+
+    async def story(learner: Pair) -> None:
+        client = WeightsClient(f"client-{tmp_path.name}")
+        client.connect(learner.server.endpoint)
+        learner.publish()
+        answers = learner.server._answer
+        held: list[list[bytes]] = []
+
+        def late(asked: wire.Wanted | wire.Get) -> list[bytes]:
+            """Always the answer to an earlier question."""
+            if isinstance(asked, wire.Wanted):
+                return answers(asked)
+            held.append(answers(asked))
+            return held.pop(0) if len(held) > 8 else [wire.encode(wire.Soon(0))]
+
+        monkeypatch.setattr(learner.server, "_answer", late)
+        try:
+            offer = await asyncio.wait_for(client.pull(), 60)
+            assert offer.manifest is not None
+            assert same(offer.manifest, learner)
+        finally:
+            client.close()
+
+    with pair(tmp_path) as learner:
+        asyncio.run(story(learner))
+
+
+def test_a_server_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pair(tmp_path) as learner:
+
+        def broken(*_: object) -> bytes:
+            raise ValueError("bad difference")
+
+        monkeypatch.setattr("async_rl.weights.server.difference", broken)
+        learner.publish()
+        learner.publish()
+        learner.server._threads[1].join(20)
+        with pytest.raises(WeightsError, match="bad difference"):
+            learner.publish()
+
+
+def test_deltas_that_nobody_would_take_are_not_kept() -> None:
+    shelf = Shelf()
+    size = shm.size(manifest(1))
+    for version in range(1, 6):
+        shelf.add(manifest(version), b"d" * (size // 3))
+    assert shelf._bytes() <= size
+    assert len(shelf.offer(wire.Wanted(1, have=3)).pieces) == 2

@@ -18,6 +18,7 @@ from async_rl.rollout.engines.protocol import Delta, Request
 from async_rl.rollout.worker import Worker
 from async_rl.weights.manifest import Manifest
 from async_rl.weights.publisher import Publisher
+from async_rl.weights.shm import Writer
 from buffers import messages as m
 from buffers.client import Client
 from buffers.core import Core
@@ -81,7 +82,7 @@ def long_server(tmp_path: Path) -> Iterator[Server]:
 @contextmanager
 def peers(server: Server, folder: Path, versions: list[int]) -> Iterator[tuple[Client, Client]]:
     """A learner that has published the versions, with weights for version 0 only, and a feeder with one prompt."""
-    publisher = Publisher(folder, f"worker-{folder.name}", torch.float32, tied=[])
+    publisher = Publisher(folder, Writer(f"worker-{folder.name}"), torch.float32, tied=[])
     publisher.publish(0, [("a", torch.zeros(3))], None)
     learner = Client(server.endpoint, "rank0", "learner")
     feeder = Client(server.endpoint, "feeder", "feeder")

@@ -24,6 +24,7 @@ from async_rl.rollout.engines.protocol import Delta, Engine, Request
 from async_rl.weights.manifest import Manifest, Probe
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.receiver import Here, Receiver
+from async_rl.weights.shm import Writer
 from tests.async_rl.test_torch_engine import PROMPT, collect
 
 pytestmark = pytest.mark.e2e
@@ -92,7 +93,7 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         }
     )
     engine = make(config, model=str(paths["one"]), max_model_tokens=512, cores=[0], seed=0)
-    publisher = Publisher(folder, f"bench-{folder.name}", torch.float32, tied=["lm_head.weight"])
+    publisher = Publisher(folder, Writer(f"bench-{folder.name}"), torch.float32, tied=["lm_head.weight"])
     with asyncio.Runner() as runner:
         runner.run(engine.start())
         try:

@@ -25,6 +25,7 @@ from async_rl.rollout.engines.protocol import Delta, Request
 from async_rl.weights.manifest import Probe
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.receiver import Here, Receipt, Receiver
+from async_rl.weights.shm import Writer
 from buffers import export, segments
 from buffers import messages as m
 from tests.async_rl.test_torch_engine import collect
@@ -73,7 +74,7 @@ def lived(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -
     config = parse({"data": {"path": "x"}, "rollout": rollout})
     engine = VllmEngine(config, model=str(models[0]), max_model_tokens=512, cores=[0], seed=0)
     new = LlamaForCausalLM.from_pretrained(models[1], dtype=torch.float32)
-    publisher = Publisher(folder, f"vllm-{folder.name}", torch.float32, tied=["lm_head.weight"])
+    publisher = Publisher(folder, Writer(f"vllm-{folder.name}"), torch.float32, tied=["lm_head.weight"])
 
     async def live() -> Lived:
         await engine.start()
@@ -253,7 +254,7 @@ def test_an_adapter_is_replaced_under_running_requests(models: tuple[Path, Path]
             for name, parameter in policy.named_parameters():
                 if name.endswith(adapters.B):
                     parameter.normal_(0, 0.2)
-    publisher = Publisher(tmp_path, f"lora-{tmp_path.name}", torch.float32, tied=["lm_head.weight"])
+    publisher = Publisher(tmp_path, Writer(f"lora-{tmp_path.name}"), torch.float32, tied=["lm_head.weight"])
 
     async def noted(version: int) -> None:
         del version

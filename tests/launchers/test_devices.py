@@ -38,7 +38,7 @@ def test_unpinned_processes_may_run_anywhere() -> None:
 
 def test_every_member_gets_a_gpu_of_its_own_where_there_are_enough() -> None:
     workers, ranks = devices.places(config(2, 2), [0, 1], gpus=["4", "5", "6", "7"])
-    assert [place.gpus for place in workers + ranks] == [("4",), ("5",), ("6",), ("7",)]
+    assert [place.gpus for place in workers + ranks] == [("6",), ("7",), ("4",), ("5",)]
 
 
 def test_a_request_for_gpus_that_are_not_there_names_both_numbers() -> None:

@@ -20,7 +20,7 @@ from async_rl.errors import EngineError, RequestRefused
 from async_rl.rollout.engines.protocol import Delta, Request
 from async_rl.weights import shm
 from async_rl.weights.manifest import Manifest
-from async_rl.weights.vllm_plugin import BACKEND
+from async_rl.weights.transport import on_devices
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -81,7 +81,8 @@ class VllmEngine:
             gpu_memory_utilization=rollout.gpu_memory_share,
             disable_log_stats=True,
             seed=self._seed,
-            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+            tensor_parallel_size=rollout.tensor_parallel,
+            weight_transfer_config=WeightTransferConfig(backend=self._backend),
             enable_lora=bool(lora.rank),
             max_lora_rank=next(rank for rank in RANKS if rank >= lora.rank),
             # Without it vLLM wraps the head too, and then cannot score prompts.
@@ -89,10 +90,28 @@ class VllmEngine:
         )
         self._engine = AsyncLLM.from_engine_args(arguments)
         self._watch(self._engine)
+        if self._config.weights.transport != "nccl":
+            await self._init_transfer({})
+        await self._engine.update_weight_version(str(self._version))
+
+    @property
+    def _backend(self) -> str:
+        transport = self._config.weights.transport
+        return f"async_rl_{transport}" if on_devices(self._config) else "async_rl_shm"
+
+    @property
+    def ranks(self) -> int:
+        return self._config.rollout.tensor_parallel
+
+    async def join(self, init: dict[str, Any]) -> None:
+        """Takes part in a communicator with the learner, in the place of an earlier one."""
+        await self.running.shutdown_weight_transfer_engine()
+        await self._init_transfer(init)
+
+    async def _init_transfer(self, init: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest({}))
-        await self._engine.update_weight_version(str(self._version))
+        await self.running.init_weight_transfer_engine(WeightTransferInitRequest(init))
 
     @property
     def running(self) -> AsyncLLM:
