@@ -272,6 +272,13 @@ def _deterministic(config: Config) -> None:
         )  # fmt: skip
 
 
+def _evaluation(config: Config) -> None:
+    if config.evaluation.every and not config.data.holdout:
+        raise ConfigError(
+            "evaluation.every", config.evaluation.every, "no prompts are held out", "Set data.holdout, or leave it out"
+        )
+
+
 def _attention(config: Config) -> None:
     if config.learner.attention == "flex" and config.learner.parallel.sequence > 1:
         raise ConfigError(
@@ -348,7 +355,7 @@ def _run(config: Config) -> None:
 
 CHECKS: list[Callable[[Config], None]] = [
     _batch, _groups, _segments, _addresses, _learning, _sampling, _data, _environment, _rewards, _parallel, _lora,
-    _attention, _deterministic, _emulation, _weights, _ray, _run,
+    _attention, _deterministic, _emulation, _evaluation, _weights, _ray, _run,
 ]  # fmt: skip
 
 

@@ -206,6 +206,20 @@ class WeightsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Versions between proofs of receipt by probe log-probs; the first two are always proven."""
 
 
+class EvaluationConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Held-out prompts (`data.holdout`), answered greedily by the rollout workers while the run trains."""
+
+    every: Annotated[int, Meta(ge=0)] = 0
+    """Steps between two evaluations, the first of the initial model. 0: none."""
+    prompts: Annotated[int, Meta(ge=0)] = 0
+    """Held-out prompts that are asked, the first ones; 0: all."""
+    slots: PositiveInt = 8
+    """Prompts that one worker answers at once, beside the trajectories that are trained on, which go first."""
+    hold_s: PositiveFloat = 60.0
+    """Longest time for which a worker leaves a new version aside until the prompts that it answers under the one before
+    are done. What is not done then is not counted."""
+
+
 class TrackingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Where metrics go beside the run folder."""
 
@@ -284,8 +298,14 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     learner: LearnerConfig = LearnerConfig()
     weights: WeightsConfig = WeightsConfig()
     tracking: TrackingConfig = TrackingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     launch: LaunchConfig = LaunchConfig()
     emulation: EmulationConfig = EmulationConfig()
+
+    @property
+    def engine_slots(self) -> int:
+        """Requests that an engine runs at once."""
+        return self.rollout.slots + (self.evaluation.slots if self.evaluation.every else 0)
 
 
 PRESETS = Path(__file__).resolve().parent.parent / "configs"

@@ -178,6 +178,10 @@ class AsyncClient:
                 frames = self.session.outcomes(outcomes, busy_s=busy_s, overhead_s=overhead_s)
             await self._send(frames)
 
+    async def say(self, message: m.Passed) -> None:
+        """Without a promise that it arrives."""
+        await self._send([m.encode(message)])
+
     async def receive(self) -> m.Outbound:
         """The next message that concerns the worker; heartbeats, acknowledgements and repeats are dealt with here."""
         while not self._inbox:

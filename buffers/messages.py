@@ -200,6 +200,29 @@ class Reloaded(Message, frozen=True):
     wanted: list[int]
 
 
+# --- through the buffer, which only passes them on ---------------------------------------------------------------
+
+
+class Evaluate(Message, frozen=True):
+    """Feeder, for the worker `to`: a prompt to be answered greedily, apart from training, under one version from
+    `version` on."""
+
+    to: str
+    id: int
+    version: int
+    prompt: Prompt
+
+
+class Evaluated(Message, frozen=True):
+    """Worker, for the feeder: what the answer was worth, and under which version. No reward: it was not answered."""
+
+    id: int
+    version: int | None = None
+    reward: float | None = None
+    length: int = 0
+    error: str = ""
+
+
 # --- from the buffer to a peer ---------------------------------------------------------------------------------
 
 
@@ -412,12 +435,13 @@ FromPeer = Hello | Submit | Append | Outcomes | Leave | Published | Take | Fetch
 Inbound = FromPeer | GiveUp | NewLife | Reloaded
 ToWorker = Tickets | Cancel | News | Ack
 ToLearner = Batch | Samples | Committed | Done
-Outbound = ToWorker | ToLearner | Credit | Fatal | Welcome | StatusReply | Rejected
+Passed = Evaluate | Evaluated
+Outbound = ToWorker | ToLearner | Credit | Fatal | Welcome | StatusReply | Rejected | Passed
 Request = Published | Take | Fetch | Commit | Checkpointed | Status
 """Messages that their sender repeats until an answer with the same `request` comes."""
 
 _encoder = msgspec.msgpack.Encoder()
-_from_peer = msgspec.msgpack.Decoder(FromPeer)
+_from_peer = msgspec.msgpack.Decoder(FromPeer | Passed)
 _inbound = msgspec.msgpack.Decoder(Inbound)
 _outbound = msgspec.msgpack.Decoder(Outbound)
 
@@ -426,7 +450,7 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_from_peer(frame: bytes | memoryview) -> FromPeer:
+def decode_from_peer(frame: bytes | memoryview) -> FromPeer | Passed:
     """What came over the wire."""
     try:
         return _from_peer.decode(frame)

@@ -164,6 +164,9 @@ class Server:
             if not frames:
                 raise ProtocolError("an empty message")
             message = m.decode_from_peer(frames[0])
+            if isinstance(message, m.Evaluate | m.Evaluated):
+                self._pass_on(message)
+                return
             request = message.request if isinstance(message, m.Request) else 0
             question = self.core.is_question(peer, message)
             sends = self.core.receive(peer, message, frames[1:])
@@ -179,6 +182,12 @@ class Server:
         if isinstance(message, m.Checkpointed) and self.journal is not None:
             # What was brought back from an old file must be in a new one first.
             self._cuts.append((self.journal.handed + 1, self.core.offering.oldest_needed()))
+
+    def _pass_on(self, message: m.Passed) -> None:
+        """Between the feeder and a worker; to nobody if they are not there."""
+        to = message.to if isinstance(message, m.Evaluate) else self.core.store.feeder
+        if to is not None and (to in self.core.issuing.workers or to == self.core.store.feeder):
+            self._deliver([Send(to, message)])
 
     def _counted(self, send: Send) -> Send:
         """With the messages that this server has refused, which the core never saw."""

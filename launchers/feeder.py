@@ -9,6 +9,7 @@ from async_rl.data.prompts import Prompts, difficulties, order
 from buffers import messages as m
 from buffers.client import Client
 from launchers.errors import RunFailed
+from launchers.evaluator import Evaluator
 
 BATCH = 16
 """Prompts per message."""
@@ -30,6 +31,7 @@ class Feeder:
         self.heard_at = monotonic()
         self.last_word = False
         """Whether `stats` answers the last question asked."""
+        self.evaluator: Evaluator | None = None
 
     def _go_to(self, place: int) -> None:
         self._place = place
@@ -70,6 +72,9 @@ class Feeder:
                 raise RunFailed(reason)
             case m.Rejected(reason):
                 raise RunFailed(reason)
+            case m.Evaluated():
+                if self.evaluator is not None:
+                    self.evaluator.answered(message)
             case m.Welcome():
                 pass
             case other:

@@ -22,13 +22,13 @@ from async_rl.errors import AsyncRLError
 from async_rl.learner import state
 from async_rl.tracking import plot, summary, timeline
 from async_rl.tracking.display import Display
-from async_rl.tracking.metrics import MetricsReader, Record, read, truncate
+from async_rl.tracking.metrics import EVALUATIONS, MetricsReader, MetricsWriter, Record, read, truncate
 from async_rl.tracking.mlflow_log import MlflowLog, uri_of
 from async_rl.weights.manifest import MANIFEST, REHEARSAL
 from buffers import messages as m
 from buffers.client import Client
 from buffers.errors import BufferFailure
-from launchers import folders, pools
+from launchers import evaluator, folders, pools
 from launchers.errors import ComponentDied, Interrupted, LaunchError, RunFailed, StartTimeout
 from launchers.feeder import Feeder
 from launchers.health import Health
@@ -127,6 +127,7 @@ class _Run:
                 display.stats(self.feeder.stats)
                 self._scale(display)
                 self._watch_health(display)
+            self._evaluate(display, tracker)
             self._watch_progress(deadline, display)
         for record in self.metrics.new():
             _show(record, display, tracker)
@@ -137,7 +138,7 @@ class _Run:
         for died in found.died:
             display.line(f"{died.name} {how_it_ended(died.process.poll() or 0)} and is started again")
         for gone in (*found.died, *found.left):
-            if gone.role == "worker":
+            if gone.role == "worker" and gone.process.identity:
                 self.feeder.lost(gone.process.identity)
         for left in found.left:
             display.line(f"{left.name} has left")
@@ -184,6 +185,21 @@ class _Run:
             supervisor.give_up("worker", rank)
         display.line(f"rollout workers: {self._workers} -> {wanted}")
         self._workers = wanted
+
+    def _evaluate(self, display: Display, tracker: MlflowLog | None) -> None:
+        feeder = self.feeder
+        if feeder is None or feeder.evaluator is None:
+            return
+        if feeder.stats.version < 0:
+            feeder.ask_status()  # the first version is not to be missed
+            if len(feeder.workers) < self._workers:
+                return
+        for record in feeder.evaluator.turn(feeder.stats.version, feeder.workers, time.monotonic()):
+            record["time"] = time.time()
+            self.evaluations.write(record)
+            display.line(evaluator.told(record))
+            if tracker is not None:
+                tracker.log(record)
 
     def _watch_health(self, display: Display) -> None:
         """A process that hangs is killed, so that it is started again."""
@@ -244,6 +260,12 @@ class _Run:
             self.config.data,
             start=found[1].cursor if found else 0,
         )
+        evaluation = self.config.evaluation
+        if evaluation.every:
+            held_out = Prompts.read(self.folder / "heldout.npz")
+            limit_s = 2 * evaluation.hold_s + self.config.launch.stall_s
+            self.evaluations = MetricsWriter(self.folder, EVALUATIONS)
+            self.feeder.evaluator = evaluator.Evaluator(evaluation, held_out, self.client.send, limit_s)
 
     def _watch_progress(self, deadline: float, display: Display) -> None:
         """A process that hangs does not die: if nothing moves for too long, the learner that has a batch is started

@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Mapping
+import sys
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import ray
@@ -35,6 +37,8 @@ POOLS = {"worker": "rollout", "learner": "learner"}
 """Roles that Ray places; the others are beside the supervisor."""
 ANSWER_S = 10.0
 """Longest wait for an actor's answer to a command; a node that cannot be reached may come back later."""
+PATIENCE_S = 20.0
+"""Time without a place after which the user is told."""
 Resources = dict[str, float]
 
 
@@ -67,7 +71,7 @@ def configured(config: Config, folder: Path, *, nodes: int) -> Config:
         security = msgspec.structs.replace(security, keys=str((folder / "keys").resolve()))
     if security.bind == SecurityConfig().bind:
         security = msgspec.structs.replace(security, bind="tcp://{host}:*")
-    if weights.transport == "auto" and nodes > 1:
+    if weights.transport == "auto" and (nodes > 1 or config.launch.ray_address is not None):  # others may join
         weights = msgspec.structs.replace(weights, transport="zmq")
     buffer = msgspec.structs.replace(config.buffer, security=security)
     return msgspec.structs.replace(config, buffer=buffer, weights=weights)
@@ -85,76 +89,137 @@ class Where(NamedTuple):
 class Member:
     """On the node: one process of a run. The actor's death is that of the process."""
 
+    def __init__(self) -> None:
+        self._process: LocalProcess | None = None
+
     def where(self) -> Where:
         context = ray.get_runtime_context()
         gpus = [str(number) for number in context.get_accelerator_ids().get("GPU", [])]
         return Where(context.get_node_id(), ray.util.get_node_ip_address(), sorted(os.sched_getaffinity(0)), gpus)
 
-    def start(self, spec: Spec, folder: str, directory: str) -> str:
-        """The process's identity. `directory`: where the run was started, whose modules it may use."""
-        if not Path(folder, "config.yaml").is_file():
-            raise LaunchError(
-                f"the run's folder {folder} cannot be seen on {ray.util.get_node_ip_address()}: set `folder` to one on "
-                "a file system that all nodes share"
-            )
-        with contextlib.suppress(OSError):
-            os.chdir(directory)
-        self._process = LocalProcess(spec, ray.util.get_node_ip_address())
+    def start(self, spec: Spec, directory: str) -> str:
+        """The process's identity; asked twice, it starts one. `directory`: where the run was started, whose modules it
+        may use."""
+        if self._process is None:
+            address = ray.util.get_node_ip_address()
+            if not (spec.folder / "config.yaml").is_file():
+                raise LaunchError(
+                    f"the run's folder {spec.folder} cannot be seen on {address}: set `folder` to one on a file system "
+                    "that all nodes share"
+                )
+            with contextlib.suppress(OSError):
+                os.chdir(directory)
+            self._process = LocalProcess(spec, address)
         return self._process.identity
 
     def poll(self) -> int | None:
-        return self._process.poll()
+        return self._started.poll()
 
     def signal(self, number: int) -> None:
-        self._process.signal(signal.Signals(number))
+        self._started.signal(signal.Signals(number))
 
     def kill(self) -> None:
-        self._process.kill()
+        self._started.kill()
 
     def prepare_end(self) -> None:
-        self._process.prepare_end()
+        self._started.prepare_end()
 
     def finish(self, timeout_s: float) -> None:
-        self._process.finish(timeout_s)
+        self._started.finish(timeout_s)
+
+    @property
+    def _started(self) -> LocalProcess:
+        assert self._process is not None
+        return self._process
 
 
 class RayProcess:
-    """The supervisor's side of a `Member`. A node that does not answer is not dead before Ray says so."""
+    """The supervisor's side of a `Member`, which first has to find its place: nobody waits for that, `poll` goes on
+    from where it was. A node that does not answer is not dead before Ray says so."""
 
-    def __init__(self, actor: Any, identity: str) -> None:
-        self.actor, self.identity = actor, identity
-        self._asked: Any = None
+    def __init__(self, name: str, actor: Any, placed: Callable[[Where], Spec], limit_s: float | None) -> None:
+        """`placed`: what to start at a place. `limit_s`: longest time until there is one; None waits for ever."""
+        self.identity = ""
+        self._name, self._actor, self._placed, self._limit_s = name, actor, placed, limit_s
+        self._stage: Literal["place", "start", "run"] = "place"
+        self._asked: Any = actor.where.remote()
+        self._begun = time.monotonic()
+        self._said = self._unheard = False
+        self._code: int | None = None
 
     def poll(self) -> int | None:
-        if self._asked is None:
-            self._asked = self.actor.poll.remote()
-        ready, _ = ray.wait([self._asked], timeout=0)
-        if not ready:
-            return None
-        asked, self._asked = self._asked, None
+        if self._code is None and ray.wait([self._asked], timeout=0)[0]:
+            self._heard()
+        elif self._code is None and self._stage == "place":
+            self._wait(time.monotonic() - self._begun)
+        return self._code
+
+    def _heard(self) -> None:
         try:
-            return ray.get(asked)
+            answer = ray.get(self._asked)
         except ActorUnavailableError:
-            return None
+            answer = None
         except RayActorError:
-            return -signal.SIGKILL
+            self._code = -signal.SIGKILL
+            return
+        except RayError as error:
+            cause = getattr(error, "cause", None)
+            raise cause if isinstance(cause, LaunchError) else LaunchError(f"{self._name}: {error}") from error
+        self._unheard = False
+        if self._stage == "place" and answer is not None:
+            self._stage, self._spec = "start", self._placed(answer)
+        elif self._stage == "start" and answer is not None:
+            self._stage, self.identity = "run", answer
+        elif self._stage == "run":
+            self._code = answer
+        self._ask()
+
+    def _ask(self) -> None:
+        match self._stage:
+            case "place":
+                self._asked = self._actor.where.remote()
+            case "start":
+                self._asked = self._actor.start.remote(self._spec, os.getcwd())
+            case "run":
+                self._asked = self._actor.poll.remote()
+
+    def _wait(self, waited_s: float) -> None:
+        if self._limit_s is not None and waited_s > self._limit_s:
+            raise StartTimeout(f"Ray had no place for {self._name} within launch.startup_s = {self._limit_s:g} s")
+        if waited_s > PATIENCE_S and not self._said:
+            self._said = True
+            print(f"{self._name} waits for a place on Ray; free now: {ray.available_resources()}", file=sys.stderr)
 
     def signal(self, sig: signal.Signals) -> None:
-        self._tell(self.actor.signal.remote(int(sig)))
+        if self._stage == "run":
+            self._actor.signal.remote(int(sig))
+        else:
+            self.kill()
 
     def kill(self) -> None:
-        self._tell(self.actor.kill.remote())
+        if self._stage == "run":
+            self._tell(self._actor.kill.remote())
+        else:
+            ray.kill(self._actor)
+            self._code = -signal.SIGKILL
 
     def prepare_end(self) -> None:
-        self._tell(self.actor.prepare_end.remote())
+        if self._stage == "run":
+            self._actor.prepare_end.remote()
 
     def finish(self, timeout_s: float) -> None:
-        self._tell(self.actor.finish.remote(timeout_s), timeout_s + ANSWER_S)
+        if self._stage == "run":
+            self._tell(self._actor.finish.remote(timeout_s), timeout_s)
 
-    def _tell(self, answer: Any, timeout_s: float = ANSWER_S) -> None:
-        """What cannot be told to a dead actor does not matter: its process is dead too."""
-        with contextlib.suppress(RayActorError, GetTimeoutError):
-            ray.get(answer, timeout=timeout_s)
+    def _tell(self, answer: Any, timeout_s: float = 0.0) -> None:
+        """Waits for it to be done, but not again for a node that has not answered. What cannot be told to a dead actor
+        does not matter: its process is dead too."""
+        try:
+            ray.get(answer, timeout=timeout_s + (0.1 if self._unheard else ANSWER_S))
+        except GetTimeoutError:
+            self._unheard = True
+        except RayError as error:
+            print(f"{self._name}: {error}", file=sys.stderr)
 
 
 class RayHost:
@@ -219,6 +284,7 @@ class RayHost:
 
     def start(self, spec: Spec) -> Handle:
         """In a place of its pool, which a later member gets when it comes."""
+        spec = replace(spec, folder=spec.folder.resolve())
         if spec.role not in POOLS:
             return LocalProcess(spec, self._address)
         self._let_go(spec.name)
@@ -240,16 +306,12 @@ class RayHost:
             .remote()
         )
         self._actors[spec.name] = actor
-        try:
-            where: Where = ray.get(actor.where.remote(), timeout=self._launch.startup_s)
-            spec = replace(spec, place=self._place(spec.name, where, int(bundle["CPU"])))
-            identity = ray.get(actor.start.remote(spec, str(spec.folder), os.getcwd()), timeout=ANSWER_S)
-        except GetTimeoutError as error:
-            raise StartTimeout(f"Ray has no place for {spec.name}: {bundle} were not free in time") from error
-        except RayError as error:
-            cause = getattr(error, "cause", None)
-            raise cause if isinstance(cause, LaunchError) else LaunchError(f"{spec.name}: {error}") from error
-        return RayProcess(actor, identity)
+
+        def placed(where: Where) -> Spec:
+            return replace(spec, place=self._place(spec.name, where, int(bundle["CPU"])))
+
+        # Without one more worker the others go on; without a rank nobody does.
+        return RayProcess(spec.name, actor, placed, None if spec.role == "worker" else self._launch.startup_s)
 
     def _place(self, name: str, where: Where, count: int) -> Place:
         """GPUs as Ray gives them; without one, cores of its own, as far as the node has them."""
@@ -272,8 +334,8 @@ class RayHost:
     def release(self, name: str) -> None:
         """Nobody of this name is wanted any more: its place is for others. One of a pool's first places stays."""
         self._let_go(name)
-        group, _ = self._groups[name]
-        if group.bundle_count == 1:
+        group, _ = self._groups.get(name, (None, 0))
+        if group is not None and group.bundle_count == 1:
             remove_placement_group(group)
             del self._groups[name]
 

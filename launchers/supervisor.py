@@ -16,17 +16,23 @@ TRY_AGAIN = 75
 """Exit code (EX_TEMPFAIL) of a process that found itself stuck: a new one may get further."""
 BACKOFF_S = 1.0
 MOST_BACKOFF_S = 30.0
+LEAVE_S = 60.0
+"""Time for a worker to leave in good order."""
 KILL_S = 5.0
 """Longest time between the decision to end everything and its end."""
 
 
 @dataclass
 class Child:
-    """A process of the run. `leaving`: it was asked to go, and its end is no death."""
+    """A process of the run. `leave_by`: it was asked to go by then, in monotonic seconds; its end is no death."""
 
     spec: Spec
     process: Handle
-    leaving: bool = False
+    leave_by: float | None = None
+
+    @property
+    def leaving(self) -> bool:
+        return self.leave_by is not None
 
     @property
     def name(self) -> str:
@@ -84,6 +90,8 @@ class Supervisor:
         it should not."""
         found = Found()
         for child in list(self.children):
+            if child.leave_by is not None and time.monotonic() > child.leave_by:
+                child.process.kill()
             code = child.process.poll()
             if code is None or child not in self.children:
                 continue
@@ -146,15 +154,18 @@ class Supervisor:
         return self._host.most_workers()
 
     def dismiss(self, child: Child) -> None:
-        """Asks a worker to hand back what it has and to go."""
-        child.leaving = True
+        """Asks a worker to hand back what it has and to go; it is made to after `LEAVE_S`."""
+        child.leave_by = time.monotonic() + LEAVE_S
         child.process.signal(signal.SIGUSR1)
 
     def give_up(self, role: str, rank: int) -> bool:
         """Does not start again a process that has died; True if there was one to be."""
         before = len(self._due)
         self._due = [each for each in self._due if (each[1].role, each[1].rank) != (role, rank)]
-        return len(self._due) < before
+        if len(self._due) == before:
+            return False
+        self._host.release(f"{role}{rank}")
+        return True
 
     def done(self, role: str) -> bool:
         """All processes of a role have ended well."""

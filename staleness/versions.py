@@ -33,6 +33,11 @@ def unpack(version: int) -> tuple[int, int]:
     return version >> _STEP_BITS, version & _STEP_MASK
 
 
+def step_of(version: int) -> int:
+    """The step of a packed version."""
+    return version & _STEP_MASK
+
+
 def show(version: int) -> str:
     """`12` for a version of the first incarnation, `1:12` after a restore."""
     incarnation, step = unpack(version)

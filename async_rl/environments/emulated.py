@@ -7,12 +7,13 @@ from typing import Any
 
 
 class Tool:
-    """`turns` turns, the tool's answer of `latency_s` seconds after each but the last; worth nothing by itself."""
+    """`turns` turns, each but the last followed by the tool's answer, `says`, which takes `latency_s` seconds; worth
+    nothing by itself."""
 
     replayable = True
 
-    def __init__(self, row: dict[str, Any], *, latency_s: float = 1.0, turns: int = 4) -> None:
-        self._latency_s, self._turns = latency_s, turns
+    def __init__(self, row: dict[str, Any], *, latency_s: float = 1.0, turns: int = 4, says: str = "ok") -> None:
+        self._latency_s, self._turns, self._says = latency_s, turns, says
         self._turn = 0
 
     def reset(self, seed: int) -> None:
@@ -23,4 +24,4 @@ class Tool:
         if self._turn == self._turns:
             return "", 0.0, True
         sleep(self._latency_s)
-        return "ok", 0.0, False
+        return self._says, 0.0, False

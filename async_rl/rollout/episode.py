@@ -69,9 +69,10 @@ class Episode:
         environment: Environment | None,
         seed: int | None = None,
         doing: Callable[[str], None] = unwatched,
+        priority: int = 0,
     ) -> None:
         self._ticket, self._engine, self._talk, self._environment = ticket, engine, talk, environment
-        self._sample_seed, self._doing = seed, doing
+        self._sample_seed, self._doing, self._priority = seed, doing, priority
         self._limit = len(ticket.prefix) + ticket.max_tokens
         self._state = anchor("")
         self._turn = 0
@@ -143,7 +144,7 @@ class Episode:
         if known >= end:
             return "length" if end == self._limit else "turn"
         name = f"{ticket.id}.{ticket.attempt}.{len(played.turns)}{'g' if greedy else ''}"
-        request = Request(name, ticket.prompt + played.tokens, end - known, self._sample_seed, greedy=greedy)
+        request = Request(name, ticket.prompt + played.tokens, end - known, self._sample_seed, greedy, self._priority)
         versions: list[int] = []
         last = None
         async for delta in self._engine.generate(request):

@@ -91,6 +91,8 @@ class Worker:
         self.heard_at = time.monotonic()
         """When the engine last yielded a token, or began to generate."""
         self.trajectories: dict[int, asyncio.Task[None]] = {}
+        self.exams: dict[int, tuple[m.Evaluate, asyncio.Task[None]]] = {}
+        self.exam_slots = asyncio.Semaphore(config.evaluation.slots)
         self.overhead = Meter()
         self.remote = None
         if served(config):
@@ -144,6 +146,8 @@ class Worker:
                 case m.Cancel(cancelled):
                     for held in cancelled:
                         self._cancel(held.ticket)
+                case m.Evaluate() as asked:
+                    self.exams[asked.id] = asked, tasks.create_task(self._evaluated(asked))
                 case m.News() as news:
                     if self.remote is not None and news.source:
                         self.remote.connect(news.source)
@@ -217,6 +221,7 @@ class Worker:
                 continue
             if self.version is None:
                 await self._rehearse()
+            await self._exams_done()
             if news.changed or self.version is None:
                 while not await self._pull():
                     await self._flush()
@@ -303,12 +308,12 @@ class Worker:
                 greedy.cancel()
         await self._end(outcome)
 
-    def _episode(self, ticket: m.Ticket, doing: Callable[[str], None] = unwatched) -> Episode:
+    def _episode(self, ticket: m.Ticket, doing: Callable[[str], None] = unwatched, *, priority: int = 0) -> Episode:
         environment = None
         if self.environments is not None:
             environment = self.environments(json.loads(ticket.row), **self.config.environment.params)
         seed = mix(self.config.seed, *ticket.key, ticket.member) if self.config.deterministic else None
-        return Episode(ticket, self.engine, self.talk, environment, seed, doing)
+        return Episode(ticket, self.engine, self.talk, environment, seed, doing, priority)
 
     async def _played(self, ticket: m.Ticket, doing: Callable[[str], None]) -> Played:
         """The response, the tokens of an earlier attempt first; every token is on its way when this returns."""
@@ -334,6 +339,40 @@ class Worker:
         except EnvironmentFailed:
             return None
         return (await self._scored(alone, played)).reward
+
+    # --- evaluation --------------------------------------------------------------------------------------------
+
+    async def _evaluated(self, asked: m.Evaluate) -> None:
+        """Answers a prompt under the version that the engine has when it may begin; `_exams_done` keeps it so."""
+        async with self.applied:
+            await self.applied.wait_for(lambda: self.version is not None and self.version >= asked.version)
+        version, budget = self.version, self.config.rollout.max_tokens
+        prompt = asked.prompt
+        ticket = m.Ticket(-asked.id, 1, 0, prompt.key, prompt.tokens, prompt.row, asked.version, budget)
+        async with self.exam_slots:
+            try:
+                played = await self._episode(ticket, priority=1).play(greedy=True)
+                outcome = await self._scored(ticket, played)
+                answer = m.Evaluated(asked.id, version, outcome.reward, outcome.length, outcome.error)
+            except (RequestRefused, EnvironmentFailed, RewardError) as error:
+                answer = m.Evaluated(asked.id, error=str(error))
+        del self.exams[asked.id]
+        await self.client.say(answer)
+
+    async def _exams_done(self) -> None:
+        """Waits for the answers that belong to the version loaded; what takes too long is given up."""
+        due = {task: asked for asked, task in self.exams.values() if asked.version <= (self.version or 0)}
+        if not due or self.version is None:
+            return
+        _, late = await asyncio.wait(due, timeout=self.config.evaluation.hold_s)
+        for task in late:
+            task.cancel()
+            self.exams.pop(due[task].id, None)
+            await self.client.say(m.Evaluated(due[task].id, error="not done within evaluation.hold_s"))
+        if late:
+            await asyncio.wait(late)
+
+    # --- the parts of a trajectory -----------------------------------------------------------------------------
 
     def _outcome(self, ticket: m.Ticket, played: Played, status: Literal["generated", "finished"]) -> m.Outcome:
         return m.Outcome(

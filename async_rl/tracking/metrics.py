@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import TextIO
 
 FILE = "metrics.jsonl"
+EVALUATIONS = "evaluations.jsonl"
+"""The same for evaluations on held-out prompts, written by the supervisor."""
 Record = dict[str, float | int | list[int]]
 
 
 class MetricsWriter:
     """Appends; a line is complete or absent. Non-finite numbers are written as null."""
 
-    def __init__(self, folder: Path) -> None:
-        self._file: TextIO = (folder / FILE).open("a")
+    def __init__(self, folder: Path, name: str = FILE) -> None:
+        self._file: TextIO = (folder / name).open("a")
 
     def write(self, record: Record) -> None:
         clean = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
@@ -30,8 +32,8 @@ class MetricsWriter:
 class MetricsReader:
     """Follows the file of a run in progress."""
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / FILE
+    def __init__(self, folder: Path, name: str = FILE) -> None:
+        self._path = folder / name
         self._at = 0
 
     def new(self) -> Iterator[Record]:
@@ -45,14 +47,15 @@ class MetricsReader:
                 yield json.loads(line)
 
 
-def read(folder: Path) -> list[Record]:
-    """All steps of a run."""
-    return list(MetricsReader(folder).new())
+def read(folder: Path, name: str = FILE) -> list[Record]:
+    """All steps, or evaluations, of a run."""
+    return list(MetricsReader(folder, name).new())
 
 
 def truncate(folder: Path, step: int) -> None:
     """Keeps the steps up to `step`: those after the checkpoint that a run resumes from are made again."""
-    path = folder / FILE
-    if path.exists():
-        lines = path.read_text().splitlines(keepends=True)
-        path.write_text("".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step))
+    for path in (folder / FILE, folder / EVALUATIONS):
+        if path.exists():
+            lines = path.read_text().splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+            path.write_text("".join(kept))

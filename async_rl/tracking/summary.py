@@ -9,7 +9,8 @@ import msgspec
 from msgspec import Struct
 
 from async_rl.tracking import timeline
-from async_rl.tracking.metrics import Record
+from async_rl.tracking.metrics import EVALUATIONS, Record
+from async_rl.tracking.metrics import read as read_metrics
 from buffers.messages import Stats
 
 Status = Literal["finished", "failed", "interrupted"]
@@ -40,6 +41,9 @@ class Summary(Struct, frozen=True):
     train_wall_s: float
     reward_first5: float | None
     reward_last5: float | None
+    eval_first: float | None
+    """Reward on held-out prompts in the first evaluation of `evaluation.every`, and in the last."""
+    eval_last: float | None
     max_trained_age: int | None
     mean_trained_age: float | None
     overlap_fraction: float | None
@@ -77,6 +81,7 @@ def summarise(
     belong to lives before a resume.
     """
     steps, rewards = len(records), [record["reward"] for record in records]
+    evaluations = [round(record["eval_reward"], 4) for record in read_metrics(folder, EVALUATIONS)]
     records = records[earlier:]
     rated = len(records) >= 2
     span = records[-1]["time"] - records[0]["time"] if rated else 0.0
@@ -90,6 +95,8 @@ def summarise(
         train_wall_s=round(records[-1]["time"] - _started(records[0]), 1) if records else 0.0,
         reward_first5=_mean(rewards[:5]),
         reward_last5=_mean(rewards[-5:]),
+        eval_first=evaluations[0] if evaluations else None,
+        eval_last=evaluations[-1] if evaluations else None,
         max_trained_age=max((record["age_max"] for record in records), default=None),
         mean_trained_age=(
             round(sum((r["age_mean"] or 0.0) * r["tokens_trainable"] for r in records) / tokens, 3) if tokens else None

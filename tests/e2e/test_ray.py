@@ -17,6 +17,7 @@ import pytest
 
 from async_rl.config import Config, parse
 from experiments.proof.accounts import each_once
+from launchers import pools
 from launchers.ray_host import configured, missing, request
 from tests.e2e import runs
 
@@ -69,6 +70,21 @@ def test_killed_processes_on_ray_are_started_again(tiny_model: Path, tmp_path: P
     runs.nothing_left(started.folder, started.family)
 
 
+def test_a_pool_that_finds_no_place_waits_and_holds_nobody_up(tiny_model: Path, tmp_path: Path) -> None:
+    started = runs.start(runs.config(tiny_model, tmp_path, steps=14, **SLOW), "--launcher", "ray")
+    started.until(lambda: started.steps() >= 2)
+    folder = started.folder.resolve()
+    pools.ask(folder, (os.cpu_count() or 1) + 2)
+    started.until(lambda: started.steps() >= 8)
+    assert len(of_run(folder, "async_rl.rollout.worker")) >= 1
+    pools.ask(folder, 1)
+    code, out = started.wait(200)
+    assert code == 0, out
+    assert "-> 1" in out
+    assert runs.adds_up(started.folder).lost_workers == 0
+    runs.nothing_left(started.folder, started.family)
+
+
 @pytest.mark.parametrize(
     ("settings", "what"),
     [(["--rollout-workers", "1000"], "1001 CPU"), (["--set", "launch.worker_gpus=8"], "8 GPU")],
@@ -96,6 +112,8 @@ def test_requests() -> None:
 def test_several_nodes_get_keys_and_weights_over_the_network(tmp_path: Path) -> None:
     one, two = (configured(config_of(), tmp_path, nodes=nodes) for nodes in (1, 2))
     assert (one.weights.transport, two.weights.transport) == ("auto", "zmq")
+    joined = configured(config_of({"launch": {"launcher": "ray", "ray_address": "auto"}}), tmp_path, nodes=1)
+    assert joined.weights.transport == "zmq"  # another node may join
     assert one.buffer.security == two.buffer.security
     assert (tmp_path / "keys").stat().st_mode & 0o77 == 0
     assert two.buffer.security.bind == "tcp://{host}:*"

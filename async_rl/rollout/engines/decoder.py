@@ -90,11 +90,12 @@ class Decoder:
         *,
         length: int,
         seed: int,
+        slots: int | None = None,
         alone: bool = False,
         lora: LoraConfig | None = None,
     ) -> None:
         dtype: torch.dtype = getattr(torch, rollout.dtype)
-        slots = rollout.slots
+        slots = slots or rollout.slots
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
         if lora is not None and lora.rank:
             adapters.inject(self._model, lora)
@@ -184,7 +185,8 @@ class Decoder:
     def _admit(self) -> list[Running]:
         admitted: list[Running] = []
         while self._waiting and self._free:
-            running = self._waiting.popleft()
+            running = min(self._waiting, key=lambda waiting: waiting.request.priority)
+            self._waiting.remove(running)
             if not running.dropped:
                 running.slot = self._free.pop()
                 self._running[running.slot] = running

@@ -19,6 +19,8 @@ class Request:
     max_tokens: int
     seed: int | None = None
     greedy: bool = False
+    priority: int = 0
+    """Of requests that wait, those with the lowest number go first."""
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ class TorchEngine:
             config.rollout,
             length=self._length,
             seed=self._seed,
+            slots=config.engine_slots,
             alone=config.deterministic,
             lora=config.learner.lora,
         )

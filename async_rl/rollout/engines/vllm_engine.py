@@ -73,7 +73,8 @@ class VllmEngine:
             model=self._model,
             dtype=rollout.dtype,
             max_model_len=self._max_model_tokens,
-            max_num_seqs=rollout.slots + 1,
+            max_num_seqs=self._config.engine_slots + 1,
+            scheduling_policy="priority",
             enforce_eager=current_platform.is_cpu(),
             logprobs_mode="processed_logprobs",
             enable_prefix_caching=True,
@@ -163,7 +164,9 @@ class VllmEngine:
         prompt = {"prompt_token_ids": request.prompt, "cache_salt": str(self._version)}
         labels = self._labels[request.id] = deque()
         try:
-            async for output in self.running.generate(prompt, sampling, request.id, lora_request=self._adapter):
+            async for output in self.running.generate(
+                prompt, sampling, request.id, lora_request=self._adapter, priority=request.priority
+            ):
                 yield _delta(output.outputs[0], labels)
         except (ValueError, VLLMValidationError) as error:
             raise RequestRefused(str(error)) from error
