@@ -151,6 +151,7 @@ def test_a_complete_checkpoint_is_never_written_again_a_damaged_one_is(tiny_mode
         assert later.wait() == state.State(1, 0, "z")
 
 
+@pytest.mark.e2e
 def test_saved_on_one_rank_loaded_on_two_and_the_reverse(tiny_model: Path, tmp_path: Path) -> None:
     """failures.md 28."""
     with one_rank():

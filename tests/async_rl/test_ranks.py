@@ -117,6 +117,7 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.detach().full_tensor()  # type: ignore[attr-defined]
 
 
+@pytest.mark.e2e
 def test_gradients_do_not_depend_on_ranks_or_micro_batches(tiny_model: Path, tmp_path: Path) -> None:
     for world in (1, 2):
         mp.spawn(steps, (world, tiny_model, tmp_path), nprocs=world)
